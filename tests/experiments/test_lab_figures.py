@@ -12,6 +12,7 @@ from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import ExpertRow, expert_rows
+from experiments.lab.show import effects
 from experiments.lab.show.figures import bars, experts, forest, frame, gallery, load, matrix, panels, profile, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -53,12 +54,30 @@ def test_a_forest_has_five_rows_at_most_with_what_is_better_on_the_right():
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert len(dots) == 5
     places = [float(dot.get_xdata()[0]) for dot in dots]
-    assert places[:3] == pytest.approx([1.5, 1 / 0.7, 0.5], rel=0.01)
-    assert [to_hex(dot.get_color()).upper() for dot in dots[:3]] == [forest.BETTER, forest.BETTER, forest.WORSE]
+    assert places == pytest.approx([1.5, 1.5, 1.5, 1 / 0.7, 0.5], rel=0.01)  # metric by metric, then by points
+    assert [to_hex(dot.get_color()).upper() for dot in dots[2:]] == [forest.BETTER, forest.BETTER, forest.WORSE]
+    names_of_rows = [text.get_text() for text in ax.get_yticklabels()]
+    assert names_of_rows[1:3] == ["tokens/s, concurrency 2", "tokens/s, concurrency 16"]
     assert ax.get_xscale() == "log"
     ticks = [float(line.get_xdata()[0]) for line in ax.lines if line.get_marker() == "|"]
     assert ticks[0] == pytest.approx(1.2)  # the target of the first claim
-    assert texts(ax)[0].startswith("1.50x   ")
+    assert texts(ax)[2].startswith("1.50x   ")
+
+
+def test_what_all_rows_have_in_common_is_said_once():
+    given = result(sizes=(1, 8), noise=0.001)
+    (ax,) = forest.draw(replace(given, info=replace(given.info, claims=given.info.claims[:1]))).axes
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["concurrency 1", "concurrency 8"]
+    assert ax.get_xlabel() == "tokens/s: times better than whole prompts"
+
+
+def test_every_variant_has_its_share_of_the_rows():
+    variants = {"base": "off", "a": "a", "b": "b", "c": "c"}
+    claims = [Claim("output_tokens_per_s", v, f"concurrency={n}", Bound.ratio_at_least, 1.2, "base", f"concurrency={n}")
+              for v in "abc" for n in (1, 2, 8)]  # fmt: skip
+    given = result(variants=variants, sizes=(1, 2, 8), claims=tuple(claims))
+    shown = [(effect.cell[0], effect.cell[1][-1]) for effect in effects.shown(given, 5)]
+    assert shown == [("a", "1"), ("a", "2"), ("b", "1"), ("b", "2"), ("c", "1")]
 
 
 def test_what_is_not_told_from_one_is_grey():
@@ -154,6 +173,23 @@ def test_throughput_against_latency_is_a_curve_of_those_in_flight():
     assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
 
 
+def test_many_cases_with_long_names_are_rows():
+    points = {f"a case with a name, {n}": {"case": n} for n in range(6)}
+    given = result(variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(6), points=points)
+    given = replace(given, rows=tuple(rows({"new": 100 + n}, point=point)[0] for n, point in enumerate(points)))
+    (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    assert [text.get_text() for text in ax.get_yticklabels()] == list(points)
+    assert len({to_hex(bar.get_facecolor()) for bar in ax.patches}) == 1, "all are of one variant"
+
+
+def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
+    given = result(sizes=(1, 8), variants={"base": "off", "new": "on", "absent": "absent"}, claims=())
+    given = replace(given, rows=tuple(row for row in given.rows if row.variant != "absent"))
+    (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    assert ax.get_legend_handles_labels()[1] == ["off", "on"]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
+
+
 # Waiting, memory, kernels
 
 
@@ -163,6 +199,18 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
     assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+
+
+def test_a_distribution_of_few_or_a_picture_of_many_is_not_drawn():
+    few = requests(point="concurrency=1")[:9]
+    assert "waits" not in names(result(requests=few))
+    variants = {f"v{n}": f"variant {n}" for n in range(8)}
+    each = [replace(request, variant=v) for v in variants for request in requests(point="concurrency=1")]
+    given = result(variants=variants, baseline="v0", requests=each)
+    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
+    assert picture.title == "How long requests waited, concurrency 1 (6 of 8 variants)"
+    labels = picture.draw().axes[0].get_legend_handles_labels()[1]
+    assert labels == [f"variant {n}" for n in (0, 1, 2, 3, 4, 7)], "those that claims name go first"
 
 
 def test_a_picture_of_waiting_says_who_waited_and_where():
@@ -202,9 +250,9 @@ def test_memory_is_what_the_engine_said_when_it_started():
     assert stacks.memory_of(given) == {given.info.variants["base"]: {"weights": 14.0, "KV": 30.0, "CUDA graphs": 1.0}}
     device = given.info.provenance.device | {"gpu_memory_gib": 80.0}
     on_gpu = replace(given, info=replace(given.info, provenance=replace(given.info.provenance, device=device)))
-    assert stacks.memory_of(on_gpu)[given.info.variants["base"]][stacks.FREE] == pytest.approx(35.0)
     (ax,) = stacks.memory(on_gpu).axes
-    assert [bar.get_width() for bar in ax.patches] == [14.0, 30.0, 1.0, 35.0]
+    assert [bar.get_width() for bar in ax.patches] == [14.0, 30.0, 1.0]
+    assert texts(ax)[-1] == "45 of 80"
     assert "memory-map" in names(given)
     assert "memory-map" not in names(result())
 
@@ -217,11 +265,13 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
         KernelRow("new", "concurrency=8", "other", "something", 4, 900.0),
     )
     given = replace(result(profiles=profiles), kernels=kernels)
-    (ax,) = profile.draw(given, "concurrency=8").axes
+    (ax,) = profile.draw(given).axes
     labels = ax.get_legend_handles_labels()[1]
     assert labels[:2] == ["linear", "rows"]
-    assert len(ax.get_yticklabels()) == 2
-    assert [picture.name for picture in gallery.of(given).first] == ["effects", "profile-concurrency=8"]
+    assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
+        f"{label}, concurrency 8" for label in given.info.variants.values()
+    ]
+    assert [picture.name for picture in gallery.of(given).first] == ["effects", "profile"]
     grids = [grid for grid in profile.tables("concurrency=8", given) if "whole prompts" in grid.title]
     assert grids[0].rows[0][:2] == ("_fma_kernel", "linear")
 

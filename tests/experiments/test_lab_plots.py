@@ -99,7 +99,7 @@ def test_a_legend_of_long_names_stays_inside_the_figure():
     box, (width, _) = legend.get_window_extent(), axes[0].figure.canvas.get_width_height()
     assert box.x0 >= 0
     assert box.x1 <= width
-    assert len(legend.get_texts()) == 6
+    assert len(legend.get_texts()) == 6 + 1  # and the bound of a claim
 
 
 def test_what_is_invalid_or_missing_is_said():
@@ -155,9 +155,9 @@ def test_points_that_differ_in_more_than_x_are_lines_of_their_own():
         name: {"workload.concurrency": n, "model": m}
         for name, n, m in zip(given.info.points, (1, 8, 1, 8), "aabb", strict=True)
     }
-    (ax,) = axes_of([LINES], result(sizes=(1, 2, 4, 8), points=points))
+    (ax,) = axes_of([LINES], result(sizes=(1, 2, 4, 8), points=points, claims=()))
     _, labels = ax.get_legend_handles_labels()
-    assert labels == [f"{name}, model={m}" for name in given.info.variants.values() for m in "ab"]
+    assert labels == [f"{name}, model {m}" for name in given.info.variants.values() for m in "ab"]
 
 
 def test_settings_that_are_no_numbers_are_named():
@@ -170,7 +170,8 @@ def test_settings_that_are_no_numbers_are_named():
 def test_a_bound_of_a_claim_is_drawn_unless_far_away():
     claims = [Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, bound) for bound in (350.0, 50_000.0)]
     (ax,) = axes_of([PanelSpec("ttft_p50_ms")], result(claims=tuple(claims)))
-    assert [text for text in texts(ax) if text.startswith("claim")] == ["claim: at most 350 at concurrency=8"]
+    labels = ax.get_legend_handles_labels()[1]
+    assert [text for text in labels if text.startswith("claim")] == ["claim: at most 350 at concurrency 8"]
 
 
 def test_ratios_to_the_tail_are_shares():
@@ -336,9 +337,9 @@ def test_a_panel_may_show_some_points_alone():
         PanelSpec("ttft_p50_ms", PanelKind.lines, x="size", where={"mode": "a"}),
     ]
     (bars, lines) = axes_of(panels, swept())
-    assert bars.get_title() == "mode=b, lower is better"
+    assert bars.get_title() == "mode b, lower is better"
     assert [label.get_text() for label in bars.get_xticklabels()] == ["1", "8"]
-    assert lines.get_title() == "mode=a, lower is better"
+    assert lines.get_title() == "mode a, lower is better"
     assert len(lines.containers) == 2  # one line a variant
 
 
@@ -353,7 +354,12 @@ def test_several_bounds_are_marks_at_their_points():
         PanelSpec("ttft_p50_ms", where={"mode": "b"}),
     ]
     axes = axes_of(panels, swept(claims=claims))
-    marks = [[line for line in ax.lines if line.get_color() == BOUND] for ax in axes]
+    marks = [[line for line in ax.lines if line.get_color() == BOUND and len(line.get_ydata())] for ax in axes]
     assert [[float(line.get_ydata()[0]) for line in own] for own in marks] == [[90, 80, 300], [90, 80, 300], []]
     assert [float(line.get_xdata()[0]) for line in marks[0]] == [1, 1, 8]
-    assert not any(text.startswith("claim") for ax in axes for text in texts(ax))
+    assert "bound of a claim" in axes[0].get_legend_handles_labels()[1]
+    of_two = replace(claims[0], variant="base"), replace(claims[2], aim=200.0)
+    (ax,) = axes_of(panels[:1], swept(claims=of_two))
+    marks = [line for line in ax.lines if line.get_markersize() == 17]
+    assert [float(line.get_ydata()[0]) for line in marks] == [90, 300], "aims stand in the picture of effects"
+    assert [line.get_color() for line in marks] == list(frame.COLOURS[:2])

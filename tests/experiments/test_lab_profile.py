@@ -298,7 +298,7 @@ def test_the_report_shows_where_a_steps_time_goes(tmp_path):
     assert "### Kernels of a step: chunked prefill, 512 tokens a step concurrency=8" in text
     assert "| 4 others" in text
     assert "[kernels](../results/demo/own.in_process/cpu/default.profile.csv)" in text
-    name = "demo-cpu-profile-concurrency=8.png"
+    name = "demo-cpu-profile.png"
     assert (tmp_path / "reports/figures" / name).read_bytes()[:4] == b"\x89PNG"
     before = (tmp_path / "reports/figures" / name).read_bytes()
     report.rebuild(tmp_path / "results", tmp_path / "reports")

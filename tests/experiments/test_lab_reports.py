@@ -79,7 +79,8 @@ def test_the_answer_claims_no_more_than_the_rows(changes, says):
 def test_a_worse_result_is_called_worse():
     given = result()
     metrics = {**METRICS, "output_tokens_per_s": Metric("time", "s", Better.lower)}
-    assert "tokens/s 6,500 s against 4,291: worse;" in answer(replace(given, info=replace(given.info, metrics=metrics)))
+    text = answer(replace(given, info=replace(given.info, metrics=metrics)))
+    assert "tokens/s 6,500 s against 4,291: 52 % worse;" in text
 
 
 def test_what_guards_against_a_loss_says_how_much_may_be_lost():
@@ -99,6 +100,42 @@ def test_where_nothing_is_compared_every_variant_of_the_first_claim_is_named():
     text = answer(replace(given, info=replace(given.info, baseline=None)))
     assert text.startswith("P99 gap, concurrency 8: ")
     assert all(re.search(rf"{label} [\d.]+ ms", text) for label in VARIANTS.values())
+
+
+def test_where_claims_name_several_variants_each_is_told_once():
+    variants = {"base": "bf16", "new": "fp8", "third": "int4"}
+    claims = [Claim(metric, name, "concurrency=8", Bound.at_most, 1e5, source="target")
+              for metric in ("ttft_p50_ms", "output_tokens_per_s") for name in ("new", "third")]  # fmt: skip
+    text = answer(result(variants=variants, claims=tuple(claims), noise=0.001))
+    listed = r"int4 [\d,.]+( ms)?; fp8 [\d,.]+( ms)?; bf16 [\d,.]+( ms)?\."
+    assert re.match(rf"Time to first token, concurrency 8: {listed} Tokens/s, concurrency 8: {listed} Claims", text)
+    guards = [replace(claim, bound=Bound.ratio_at_least, value=0.98, reference_variant="base",
+                      reference_point="concurrency=8", metric="itl_p99_ms") for claim in claims[:2]]  # fmt: skip
+    text = answer(result(variants=variants, claims=tuple(guards)))
+    assert re.match(r"Fp8 against bf16: concurrency 8: no \w+ .*; int4: concurrency 8: no \w+", text)
+
+
+def test_a_loss_that_cannot_be_is_none():
+    same = Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.02, "base", "concurrency=1")
+    assert answer(result(claims=(same,), noise=0.0)).endswith("no loss in P99 gap. Claims: 1 supported.")
+
+
+def test_where_values_do_not_count_stands_on_the_first_screen():
+    given = without(result(), variant="new", point="concurrency=8", reason="faster than its floor")
+    line = "- **INVALID**: 15 values of chunked prefill, 512 tokens a step at concurrency 8 (faster than its floor)."
+    assert line in screen(given, lambda info: 0, lambda picture: picture.name)
+    said = replace(given, remarks="- The floor of INVALID values was wrong.")
+    assert f"{line} The remarks say more." in screen(said, lambda info: 0, lambda picture: picture.name)
+    assert "INVALID**" not in screen(result(), lambda info: 0, lambda picture: picture.name)
+
+
+def test_a_metric_with_too_few_samples_everywhere_has_no_table():
+    given = result(sizes=(1, 8))
+    few = [replace(row, valid=False, reason="not shown: 8 samples do not show a P99") for row in given.rows
+           if (row.metric, row.point) == ("itl_p99_ms", "concurrency=1")]  # fmt: skip
+    kept = [row for row in given.rows if (row.metric, row.point) != ("itl_p99_ms", "concurrency=1")]
+    (grid,) = Sheet(replace(given, rows=(*kept, *few))).grids(["itl_p99_ms"])
+    assert grid.title.endswith("at concurrency=8")
 
 
 def test_a_part_that_says_the_measurement_is_sound_is_no_answer():
@@ -121,7 +158,7 @@ def test_a_claim_on_an_absolute_figure_or_on_another_point():
     absolute = Claim("ttft_p50_ms", "base", "concurrency=1", Bound.at_most, 90)
     growth = Claim("ttft_p50_ms", "base", "concurrency=8", Bound.ratio_at_most, 4, "base", "concurrency=1")
     text = answer(result(claims=(absolute,)))
-    assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", text)
+    assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms, target 90\. ", text)
     text = answer(result(claims=(growth,)))
     assert re.match(r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \(", text)
 
@@ -165,11 +202,12 @@ def test_rows_that_no_claim_names_fill_the_picture_of_effects():
     given = result(sizes=(1, 2, 8), noise=0.001)
     shown = effects.shown(given, 5)
     assert [(e.metric, e.cell[1]) for e in shown] == [
-        ("output_tokens_per_s", "concurrency=8"),
+        *(("output_tokens_per_s", f"concurrency={n}") for n in (1, 2, 8)),
         ("ttft_p50_ms", "concurrency=8"),
-        ("output_tokens_per_s", "concurrency=1"),
-        ("output_tokens_per_s", "concurrency=2"),
     ]
+    arrivals = {name: {"workload.rate_per_s": n} for n, name in enumerate(given.info.points)}
+    offered = replace(given, info=replace(given.info, claims=(), points=arrivals))
+    assert effects.shown(offered, 5) == [], "the schedule sets this rate"
     assert len(effects.shown(result(sizes=tuple(range(1, 12))), 5)) == 5
     peer = {"experiment": {"variants": {"base": {}, "new": {"kind": "vllm"}}}}
     assert [e.cell[0] for e in effects.shown(result(claims=(), config=peer), 5)] == []  # a peer is no effect of ours
@@ -414,12 +452,11 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
     one = "[1.52x tokens/s (6,500 against 4,291)](demo.md)<br>2 of 2 claims supported"
-    refuting = one.replace("2 of 2 claims supported", "1 of 2 claims supported, **1 refuted**")
-    served = one.replace("demo.md", "demo.small.http.md")
+    refuting = one.replace("2 of 2 claims supported", "1 of 2 claims supported, **1 refuted**, 3 commits since")
+    served = one.replace("demo.md", "demo.small.http.md") + ", 3 commits since"
     assert cells == ["demo", one, "", refuting, served, one]
-    assert lines[header + 3] == "| other | [no claim](other.md) |  |  |  |  |"
-    assert lines[-3] == f"| [demo](demo.md) | cpu | `a=1` | {one} |"
-    assert lines[-1].startswith("Of the code as it is: [demo](demo.md), [other](other.md). For the others, commits")
+    assert lines[header + 3].startswith("| other | [concurrency 8: tokens/s whole prompts 4,")
+    assert lines[-1] == f"| demo | cpu | `a=1` | {one} |"
 
 
 def test_the_index_warns_of_failed_gates(tmp_path):

@@ -89,12 +89,14 @@ def in_words(effect: Effect, info: RunInfo) -> str:
 
 
 def figures(effect: Effect, info: RunInfo) -> str:
-    """`88.9 -> 13.4 ms` where a mechanism is switched on, else `13.4 ms against 88.9`."""
+    """`88.9 -> 13.4 ms` where a mechanism is switched on, else `13.4 ms against 88.9`; beside nothing `13.4 ms,
+    target 15`."""
     if effect.own is None:
         return wording.NOTHING
     own = wording.value(effect.own.median, effect.metric, info)
     if effect.base is None:
-        return own
+        target = "" if effect.target is None else wording.value(effect.target, effect.metric, info, unit=False)
+        return f"{own}, target {target}" if target else own
     base = wording.value(effect.base.median, effect.metric, info, unit=False)
     return f"{base} -> {own}" if _is_off(effect, info) else f"{own} against {base}"
 

@@ -3,6 +3,7 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge import stats
@@ -84,7 +85,8 @@ def of_claims(result: Result) -> list[Effect]:
 
 
 def shown(result: Result, most: int) -> list[Effect]:
-    """Those that can be drawn: of the claims, then of the first one's metric for other variants and points."""
+    """Those that can be drawn: of the claims, then of the first one's metric for other variants and points. Metric by
+    metric, variant by variant, point by point."""
     info, claimed = result.info, of_claims(result)
     found = [effect for effect in claimed if effect.gain is not None]
     if info.baseline is not None and len(found) < most:
@@ -95,7 +97,18 @@ def shown(result: Result, most: int) -> list[Effect]:
             if (metric, cell) not in known and not info.fails(*cell) and not is_scheduled(metric, cell[1], info):
                 more = between(result, metric, cell, (info.baseline, cell[1]))
                 found += [more] if more.gain is not None else []
-    return found[:most]
+    seen: Counter[str] = Counter()
+    turns = []  # so that each variant has as many as there is room for, its first ones
+    for effect in found:
+        turns.append(seen[effect.cell[0]])
+        seen[effect.cell[0]] += 1
+    kept = sorted(range(len(found)), key=turns.__getitem__)[:most]
+    metrics, variants = (list(dict.fromkeys(names)) for names in ((e.metric for e in found), seen))
+    places = list(info.points)
+    return sorted(
+        (found[index] for index in kept),
+        key=lambda e: (metrics.index(e.metric), variants.index(e.cell[0]), places.index(e.cell[1])),
+    )
 
 
 def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:

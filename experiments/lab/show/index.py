@@ -21,8 +21,8 @@ BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- r
 ABOUT = """\
 What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
 the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
-baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *Commits since*
-have touched the code that the page names since it was measured; `python run.py stale` lists what is due."""
+baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *Commits
+since* have touched the code that the page names since it was measured; `python run.py stale` lists what is due."""
 
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:

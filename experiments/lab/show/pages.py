@@ -14,6 +14,7 @@ from experiments.lab.show.answer import flags, invalid, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
+from experiments.lab.show.grids import INVALID
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo, page_name
 
@@ -104,8 +105,8 @@ def _not_counted(result: Result) -> list[str]:
     reason = next(r.reason for r in result.rows if r.is_fault and (r.variant, r.point) == (variant, point))
     where = f"{result.info.variants[variant]}{f' at {wording.point(point)}' if point else ''}"
     more = f"; {places.total() - count} elsewhere" if others else ""
-    below = " More in the remarks below." if result.remarks else ""
-    return [f"**INVALID**: {count} values of {where} ({reason}){more}.{below}"]
+    below = " The remarks say more." if INVALID in result.remarks else ""
+    return [f"**{INVALID}**: {count} values of {where} ({reason}){more}.{below}"]
 
 
 def _beside_others(result: Result) -> list[str]:

@@ -52,7 +52,7 @@ _SHORT = {  # what a metric is called where a line has no room
     "matmul_int8_tflop": "int8 products",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
-_COUNTED = {"count": ("request", "requests"), "rows": ("row", "rows"), "mib": ("MiB", "MiB")}  # settings as they are said
+_COUNTED = {"count": ("request", "requests"), "rows": ("row", "rows"), "mib": ("MiB", "MiB")}  # settings: one, many
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 

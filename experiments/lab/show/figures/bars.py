@@ -21,7 +21,8 @@ from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
 LETTER = 0.075  # inches, of a number above a bar: where it has not the room, it is turned upright
-MANY = 4  # bars in a group that can still be told apart
+MANY = 4  # bars in a group that can still be told apart, and long names below them
+LONG = 10  # letters
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 MIDDLE: dict[str, Any] = {"va": "center"}
 CENTRED: dict[str, Any] = {"ha": "center", "va": "bottom"}
@@ -54,7 +55,11 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
     found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
     every = [stats.absolute(values).median for values in found.values() if values]
     log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
-    if len(variants) == 1 or not (log or len(at) == 1 or (len(at) > 1 and len(variants) > MANY)):
+    if len(variants) == 1:
+        beside = len(at) > MANY and max(map(len, at)) > LONG
+    else:
+        beside = log or len(at) == 1 or len(variants) > MANY
+    if not beside:
         return None
     estimate = of_metric(result.info.metrics.get(panel.metric))
     if len(at) > 1 and len(variants) <= MANY:
@@ -62,7 +67,7 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
         return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False, estimate)
     tried = {row.variant for row in result.rows if row.metric == panel.metric}
     by_point = {wording.point(p): [found[v, p] for v in variants] for p in at}
-    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, len(at) > 1, estimate)
+    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, True, estimate)
 
 
 def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
@@ -80,11 +85,12 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
         if plain_bars:
             for one, (place, (row, _)) in enumerate(zip(places, kept, strict=True)):
                 errors = [[side[one]] for side in drawn.errors]
-                (bar,) = ax.barh(place, drawn.medians[one], 0.72, xerr=errors, **_bar_style(row))
+                colour = row if rows.by_point else 0  # is a variant's
+                (bar,) = ax.barh(place, drawn.medians[one], 0.72, xerr=errors, **_bar_style(colour))
                 frame.says(bar, [tips[one]])
         else:
             style = line_style(index, 0) | {"linestyle": "none"}
-            if rows.by_point:  # colours are the variants'
+            if rows.by_point and count > 1:  # colours are the variants'
                 style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
             points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
                                      **style)  # fmt: skip
@@ -110,14 +116,18 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
     variants, at = result.info.variants, _points(panel, result)
     found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
     tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
-    step = 0.8 / len(variants)
+    places_of = [v for v in variants if any(who == v for who, _ in tried)]
+    step = 0.8 / max(1, len(places_of))
     estimates = (result.estimate(v, p, panel.metric) for v, p in found)
     longest = max((len(wording.number(each.median)) for each in estimates if each), default=0)
     dense = 0.8 * width * step / max(1, len(at)) < LETTER * longest
     most = max((value for values in found.values() for value in values.values()), default=0.0)
     estimate = of_metric(result.info.metrics[panel.metric])
     for column, (variant, label) in enumerate(variants.items()):
-        place_of = {p: group + (column - (len(variants) - 1) / 2) * step for group, p in enumerate(at)}
+        if variant not in places_of:
+            continue
+        aside = (places_of.index(variant) - (len(places_of) - 1) / 2) * step
+        place_of = {p: group + aside for group, p in enumerate(at)}
         for point, place in place_of.items():
             if not found[variant, point] and (variant, point) in tried:
                 ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",

@@ -30,13 +30,14 @@ def draw(result: Result) -> Figure:
     for row, effect in enumerate(found):
         _row(ax, row, effect, result.info, (min(marks) / FAR, max(marks) * FAR))
     ax.axvline(1, color=INK, linewidth=1)
-    frame.name_rows(ax, [_name(effect, result.info) for effect in found])
+    names, shared = _names(found, result.info)
+    frame.name_rows(ax, names)
     frame.log(ax.xaxis, ax, True)
     left, right = min(ax.get_xlim()[0], 0.8), max(ax.get_xlim()[1], 1.25)
     text = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
     ax.set_xlim(left, right * (right / left) ** (text / (1 - text)))
-    _ticks(ax)
-    ax.set_xlabel(_axis(found, result.info), fontsize=9)
+    _ticks(ax, right)
+    ax.set_xlabel(f"{shared}{_axis(found, result.info)}", fontsize=9)
     frame.legend(figure, [ax], least=1)
     return figure
 
@@ -48,7 +49,8 @@ def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float,
     low, high = (gain.median if end is None else min(max(end, within[0]), within[1]) for end in (gain.low, gain.high))
     ax.plot([low, high], [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
     (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
-    frame.says(dot, [f"{_name(effect, info)}: {wording.interval(gain, 'x')} better; {answer.figures(effect, info)}"])
+    name = ", ".join(filter(None, _parts(effect, info)))
+    frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {answer.figures(effect, info)}"])
     for tick, shade, height, label in ((effect.ticks[0], TARGET, 13, "target"), (effect.ticks[1], AIM, 19, "aim")):
         if tick is not None:
             seen = label in ax.get_legend_handles_labels()[1]
@@ -59,24 +61,36 @@ def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float,
                 va="center", fontsize=9, color=colour)  # fmt: skip
 
 
-def _name(effect: Effect, info: RunInfo) -> str:
+def _names(found: list[Effect], info: RunInfo) -> tuple[list[str], str]:
+    """Of the rows, without what they all have in common, which stands below them."""
+    parts = [_parts(effect, info) for effect in found]
+    alike = [len({row[place] for row in parts}) == 1 for place in range(len(parts[0]))]
+    own = [", ".join(text for text, same in zip(row, alike, strict=True) if text and not same) for row in parts]
+    if not all(own):
+        own, alike = [", ".join(filter(None, row)) for row in parts], []
+    shared = ", ".join(text for text, same in zip(parts[0], alike, strict=False) if text and same)
+    return ["\n".join(textwrap.wrap(name, 44)[:2]) for name in own], f"{shared}: " if shared else ""
+
+
+def _parts(effect: Effect, info: RunInfo) -> tuple[str, str, str]:
+    """Metric, variant and point."""
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
     where = wording.point(effect.cell[1])
     if effect.reference is not None and effect.reference[0] == effect.cell[0]:
         where += f" beside {wording.point(effect.reference[1])}"
-    parts = (wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where)
-    return "\n".join(textwrap.wrap(", ".join(part for part in parts if part), 44)[:2])
+    return wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where
 
 
-def _ticks(ax: Axes) -> None:
-    """Finer ones where all rows lie near 1."""
+def _ticks(ax: Axes, most: float) -> None:
+    """Up to `most`, beyond which figures stand; finer ones where all rows lie near 1."""
     left, right = ax.get_xlim()
     if right / left > 6:
-        return frame.log_ticks(ax.xaxis, right / left)
-    places = [place for place in NEAR if left <= place <= right]
-    frame.ticks(ax.xaxis, places if right / left > 2 else [0.9, *places, 1.1])
+        frame.log_ticks(ax.xaxis, right / left)
+        frame.ticks(ax.xaxis, [place for place in ax.get_xticks() if left <= place <= most])
+    else:
+        places = [place for place in NEAR if left <= place <= most]
+        frame.ticks(ax.xaxis, places if right / left > 2 else [0.9, *places, 1.1])
     ax.set_xlim(left, right)
-    return None
 
 
 def _axis(found: list[Effect], info: RunInfo) -> str:

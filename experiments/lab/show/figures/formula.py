@@ -95,7 +95,7 @@ def _over_metric(panel: PanelSpec, key: str, result: Result) -> list[_Series]:
             draft_cost, verify_cost, drafts = map(median, costs)
             rates = np.linspace(max(0.0, min(x) - 0.05), min(1.0, max(x) + 0.05), 60).tolist()
             line = (rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates])
-        found.append(_Series(name or "measured", row, x, [ratios for _, ratios in measured], line))
+        found.append(_Series(wording.point(name) or "measured", row, x, [ratios for _, ratios in measured], line))
     return found
 
 

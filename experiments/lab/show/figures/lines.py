@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     numeric = all(is_number(x) for x in at_x.values())
     place_of = {x: float(x) if numeric else float(index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
-    rests = {name: "" if alone else _rest(info.points[name], key) for name in at_x}
+    rests = {name: "" if alone else wording.point(_rest(info.points[name], key)) for name in at_x}
     estimate = of_metric(info.metrics[panel.metric])
     for row, (variant, label) in enumerate(variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):
@@ -100,31 +101,31 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
 
 
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
-    """The bounds of absolute claims about the panel's metric. A single one is a line with words; several are marks at
-    their points, whose numbers stand in the table of claims."""
+    """The bounds of absolute claims about the panel's metric, without their aims. A single one is a line; several are
+    marks at their points, in the colours of their variants where they are of several."""
     claims = []
-    for claim in (side for both in result.info.claims for side in both.sides):
+    for claim in (side for both in result.info.claims for side in replace(both, aim=None).sides):
         if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
             top = ax.get_ylim()[1]
             if claim.value <= FAR * top:
                 ax.set_ylim(top=max(top, 1.12 * claim.value))
                 claims.append(claim)
     if len(claims) > 1 and len(places) > 1:
-        for index, claim in enumerate(claim for claim in claims if claim.point in places):
-            x, label = places[claim.point], None if index else "bound of a claim"
+        variants = list(result.info.variants)
+        alone = len({claim.variant for claim in claims}) == 1
+        label = "bound of a claim" if alone else "bound of a claim, coloured by its variant"
+        ax.plot([], [], color=BOUND if alone else INK, linewidth=1.6, label=label)
+        for claim in (claim for claim in claims if claim.point in places):
+            x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
             if panel.kind is PanelKind.bars:
-                ax.plot([x - 0.46, x + 0.46], [claim.value] * 2, color=BOUND, linewidth=1.6, zorder=5, label=label)
+                ax.plot([x - 0.46, x + 0.46], [claim.value] * 2, color=colour, linewidth=1.6, zorder=5)
             else:
-                ax.plot([x], [claim.value], "_", color=BOUND, markersize=17, markeredgewidth=1.8, zorder=5, label=label)
+                ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
         return
-    for index, claim in enumerate(claims):
-        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--")
-        side = "at least" if claim.bound.is_floor else "at most"
-        text = f"claim: {side} {wording.number(claim.value)}" + (f" at {claim.point}" if claim.point else "")
-        place = (0.02 + 0.48 * (index % 2), claim.value)
-        note = ax.annotate(text, place, (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                           fontsize=8, color=BOUND, annotation_clip=True, **ON_TOP)  # fmt: skip
-        note.set_in_layout(False)
+    for claim in claims:
+        at = f" at {wording.point(claim.point)}" if claim.point else ""
+        text = f"claim: {'at least' if claim.bound.is_floor else 'at most'} {wording.number(claim.value)}{at}"
+        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 
 def name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str], width: float) -> None:

@@ -3,13 +3,13 @@ markers and line styles, so that a figure can be read printed in grey."""
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge.metrics import Better
+from experiments.lab.show import wording
 from experiments.lab.show.figures import bars, formula, frame, lines, matrix, stacks
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -24,7 +24,7 @@ ROW_HEIGHT = 0.5  # of a row of bars
 def draw(plot: PlotSpec, result: Result) -> Figure:
     own = [_shown(panel, result) for panel in plot.panels]
     if plot.panels[0].kind is PanelKind.stack:
-        return _stack(plot, own[0])
+        return _stack(plot.panels[0], own[0])
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
@@ -43,16 +43,14 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
     for ax in axes[len(own) :]:
         ax.set_visible(False)
     frame.legend(figure, axes)
-    figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
     return figure
 
 
-def _stack(plot: PlotSpec, result: Result) -> Figure:
-    figure = stacks.of_metrics(plot.panels[0], result)
+def _stack(panel: PanelSpec, result: Result) -> Figure:
+    figure = stacks.of_metrics(panel, result)
     if figure is None:
         figure, ax = frame.one(PANEL_HEIGHT)
         frame.nothing(ax, NO_VALUE)
-    figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
     return figure
 
 
@@ -62,7 +60,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
-    words = [value if key == "case" else f"{key}={value}" for key, value in told.items()]
+    words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
     words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
     ax.set_title(", ".join(words), fontsize=8, color=INK)
     if panel.kind is PanelKind.matrix:

@@ -97,13 +97,12 @@ def _line(kernel: str, role: str, calls: float, us: float, total: float) -> tupl
     return kernel, role, wording.number(round(calls, 2)), wording.number(us), share
 
 
-def draw(result: Result, point: str) -> Figure:
-    """A bar for each engine that was profiled there, a peer's beside ours."""
-    own = [profile for profile in result.info.profiles if profile.point == point]
-    pieces = {result.info.variants[profile.variant]: _pieces(profile, result.kernels) for profile in own}
-    figure = stacks.draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS)
-    figure.suptitle(wording.titled(TITLE, point), fontsize=12)
-    return figure
+def draw(result: Result) -> Figure:
+    """A bar for each engine that was profiled, point by point, a peer's below ours."""
+    info = result.info
+    ordered = sorted(info.profiles, key=lambda profile: list(info.points).index(profile.point))
+    pieces = {wording.titled(info.variants[p.variant], p.point): _pieces(p, result.kernels) for p in ordered}
+    return stacks.draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS)
 
 
 def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:

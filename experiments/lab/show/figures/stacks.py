@@ -18,17 +18,19 @@ from experiments.lab.store.result import Result
 
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 MEMORY = {"weights": ("weights",), "KV": ("KV",), "CUDA graphs": ("CUDA graphs", "CUDA graphs of steps with prompts")}
-FREE = "free, or work space"
 _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
 Rows = dict[str, dict[str, float]]  # the sizes of each row's pieces
 
 
-def draw(rows: Rows, unit: str, axis: str, looks: Mapping[str, Mapping[str, Any]] | None = None) -> Figure:
+def draw(
+    rows: Rows, unit: str, axis: str, looks: Mapping[str, Mapping[str, Any]] | None = None, most: float = 0.0
+) -> Figure:
     """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind.
 
     Args:
         axis: what stands below it.
         looks: of each piece by its name, in the order of the legend.
+        most: what a sum can be, if that is to stand beside it.
     """
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
@@ -36,7 +38,7 @@ def draw(rows: Rows, unit: str, axis: str, looks: Mapping[str, Mapping[str, Any]
     longest = max(sum(pieces.values()) for pieces in rows.values())
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
-        for name, size in pieces.items():
+        for name, size in ((name, size) for name, size in pieces.items() if size > 0):
             seen = name in ax.get_legend_handles_labels()[1]
             (bar,) = ax.barh(row, size, 0.68, left=left, linewidth=0.6, label=None if seen else name,
                              **{"edgecolor": "white", **looks[name]})  # fmt: skip
@@ -45,9 +47,10 @@ def draw(rows: Rows, unit: str, axis: str, looks: Mapping[str, Mapping[str, Any]
                 ax.annotate(wording.number(size), (left + size / 2, row), ha="center", va="center", fontsize=7.5,
                             **ON_TOP)  # fmt: skip
             left += size
-        ax.annotate(wording.number(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        text = wording.number(left) + (f" of {wording.number(most)}" if most else "")
+        ax.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
     frame.name_rows(ax, [textwrap.fill(who, 26) for who in rows])
-    ax.set_xlim(0, 1.1 * longest)
+    ax.set_xlim(0, 1.15 * longest)
     ax.set_xlabel(axis, fontsize=9)
     frame.linear(ax.xaxis, 8)
     frame.legend(figure, [ax])
@@ -70,24 +73,20 @@ def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
 
 
 def memory_of(result: Result) -> Rows:
-    """GiB by part, of every variant whose engine told its weights and its KV when it started; and what the device has
-    beyond them, where its size is known."""
+    """GiB by part, of every variant whose engine told its weights and its KV when it started."""
     found: Rows = {}
     for variant, label in result.info.variants.items():
         starts = result.info.peers.get(variant, ({},))
         sizes = {part: sum(_gib(str(starts[-1].get(key, ""))) for key in keys) for part, keys in MEMORY.items()}
         if sizes["weights"] and sizes["KV"]:
-            total = result.info.provenance.device.get("gpu_memory_gib")
-            beyond = {FREE: max(0.0, total - sum(sizes.values()))} if total else {}
-            found[label] = {part: size for part, size in sizes.items() if size} | beyond
+            found[label] = {part: size for part, size in sizes.items() if size}
     return found
 
 
 def memory(result: Result) -> Figure:
-    looks: dict[str, dict[str, str]] = {
-        part: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, part in enumerate(MEMORY)
-    }
-    return draw(memory_of(result), "GiB", "GiB on the device", {**looks, FREE: {"color": "#eeeeee"}})
+    """What is left of the device is free, or work space: drawn, it would often dwarf the rest."""
+    whole = result.info.provenance.device.get("gpu_memory_gib", 0.0)
+    return draw(memory_of(result), "GiB", "GiB, of those that the device has", most=whole)
 
 
 def _gib(told: str) -> float:
