@@ -28,8 +28,9 @@ section{scroll-margin-top:60px}.js section{display:none}.js section.on{display:b
 """
 SCRIPT = """
 const tip=document.getElementById('tip'),known=new WeakMap(),NEAR=14;
-function show(){const id=location.hash.slice(1)||'README';
- document.querySelectorAll('section').forEach(s=>s.classList.toggle('on',s.id===id));scrollTo(0,0)}
+function show(){const all=[...document.querySelectorAll('section')];
+ const wanted=all.find(s=>s.id===decodeURIComponent(location.hash.slice(1)))||all[0];
+ all.forEach(s=>s.classList.toggle('on',s===wanted));scrollTo(0,0)}
 function marks(svg){if(!known.has(svg)){const found=[];
  for(const g of svg.querySelectorAll('[data-tip]')){const told=g.dataset.tip.split('NEXT');
   let own=[...g.querySelectorAll('use')];
