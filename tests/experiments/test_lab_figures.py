@@ -253,6 +253,9 @@ def test_memory_is_what_the_engine_said_when_it_started():
     (ax,) = stacks.memory(on_gpu).axes
     assert [bar.get_width() for bar in ax.patches] == [14.0, 30.0, 1.0]
     assert texts(ax)[-1] == "45 of 80"
+    drafts = {"draft model": "0.75 GiB, KV 0.25 GiB", "CUDA graphs of steps with drafts": "of 3 (1 s, 1 GiB)"}
+    parts = stacks.memory_of(result(peers={"base": (STARTED | drafts,)}))[given.info.variants["base"]]
+    assert parts == {"weights": 14.0, "draft model": 1.0, "KV": 30.0, "CUDA graphs": 2.0}
     assert "memory-map" in names(given)
     assert "memory-map" not in names(result())
 

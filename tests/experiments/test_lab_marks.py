@@ -47,6 +47,6 @@ def test_a_run_without_a_second_arm_has_no_verdict():
 
 def test_repeats_that_differ_severalfold_mark_the_run():
     (told,) = marks.of(run(slow=[("new", 1, 1)]))
-    assert told.startswith("repeats differ severalfold (chunked at concurrency=")
+    assert told.startswith("repeats differ severalfold (chunked at concurrency ")
     assert told.endswith("in one process)")
     assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == []  # a process may have other prompts

@@ -73,7 +73,7 @@ def severalfold(result: Result) -> list[str]:
                 for values in stats.by_process(table.values(variant, point, name)):
                     low, high = min(values), max(values)
                     if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
-                        metric, at = info.metrics[name], f" at {point}" if point else ""
+                        metric, at = info.metrics[name], f" at {wording.point(point)}" if point else ""
                         text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
                         worst[variant] = high / low, text
     return [text for _, text in sorted(worst.values(), reverse=True)]
@@ -88,5 +88,6 @@ def of(result: Result) -> list[str]:
         else [f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}"]
     )
     apart = severalfold(result)
-    others = f", and {len(apart) - 1} variants more" if len(apart) > 1 else ""
+    more = len(apart) - 1
+    others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""
     return [*told, *([f"repeats differ severalfold ({apart[0]}{others})"] if apart else [])]

@@ -17,6 +17,7 @@ from experiments.lab.store.rows import Row
 
 NAMES_SHOWN = 12  # of preempted requests
 FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
+RATIO = "A ratio is taken repeat by repeat; its median need not be the quotient of the medians that stand beside it."
 TOKENS = """\
 Before a variant's speed counts, what it answers under load is compared with what each request gets alone, and where
 numbers do not depend on the batch, the tokens of the timed passes with the baseline's (*same tokens*)."""
@@ -65,7 +66,7 @@ def _made(result: Result) -> str:
     counted += ", which has no interval" if repeats == 1 and len(info.processes) < 2 else ""
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
-    turns = f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\nA ratio is taken repeat by repeat."
+    turns = f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}"
     compared = [
         *([turns] if info.baseline is not None else []),
         *([TOKENS] if info.baseline is not None and (info.gates or not info.error_gates) else []),

@@ -156,7 +156,7 @@ def _in_lines(point: str, panel: PanelSpec) -> str:
     told = {f"{key.rpartition('.')[2]}={value}" for key, value in panel.where.items()} | {panel.where.get("case")}
     words = [word for word in point.split(" ") if word not in told]
     lines = re.sub(r" (?=\S+=)", "\n", " ".join(words)).split("\n")
-    return "\n".join(textwrap.fill(line, NAME_WIDTH, break_long_words=False) for line in lines)
+    return "\n".join(textwrap.fill(wording.point(line), NAME_WIDTH, break_long_words=False) for line in lines)
 
 
 def _only_key(result: Result, points: Sequence[str]) -> str | None:

@@ -17,7 +17,7 @@ from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
-MEMORY = {"weights": ("weights",), "KV": ("KV",), "CUDA graphs": ("CUDA graphs", "CUDA graphs of steps with prompts")}
+MEMORY = ("weights", "draft model", "KV", "CUDA graphs")  # begin what an engine says of its sizes
 _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
 Rows = dict[str, dict[str, float]]  # the sizes of each row's pieces
 
@@ -76,8 +76,8 @@ def memory_of(result: Result) -> Rows:
     """GiB by part, of every variant whose engine told its weights and its KV when it started."""
     found: Rows = {}
     for variant, label in result.info.variants.items():
-        starts = result.info.peers.get(variant, ({},))
-        sizes = {part: sum(_gib(str(starts[-1].get(key, ""))) for key in keys) for part, keys in MEMORY.items()}
+        said = result.info.peers.get(variant, ({},))[-1]
+        sizes = {part: sum(_gib(str(said[key])) for key in said if key.startswith(part)) for part in MEMORY}
         if sizes["weights"] and sizes["KV"]:
             found[label] = {part: size for part, size in sizes.items() if size}
     return found
