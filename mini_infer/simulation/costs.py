@@ -56,9 +56,13 @@ class Work(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """Seconds of a step. In the decode context they are linear."""
+    """Seconds of a step."""
 
     def device_s(self, work: Work) -> float: ...
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        """`device_s` of steps of these rows alone, one that attends to each of so many slots."""
+        ...
 
     def host_s(self, rows: int) -> float: ...
 
@@ -97,6 +101,10 @@ class FittedCosts:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.beside_s * work.decode_tokens
         return curve(work.decode_tokens + work.prompt_tokens) + attention
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        alone, slot_s = self.decode(rows), self.slot_s
+        return [alone + slot_s * context for context in contexts]
 
     def host_s(self, rows: int) -> float:
         return self.plan_s + self.row_s * rows
