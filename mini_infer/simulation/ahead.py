@@ -16,13 +16,15 @@ def steps_alike(scheduler: Scheduler) -> tuple[Sequence[Request], int]:
     """So many of the next steps would have a token of each of these requests, and nothing else would happen in them if
     nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
     running, kv = scheduler.batch.running, scheduler.kv
-    others = any(step.rows != running for step in scheduler.planned.values())
+    others = [step for step in scheduler.planned.values() if step.rows != running]
     if not running or others or scheduler.speculator.most or len(running) < len(scheduler.batch):
+        return (), 0
+    if kv.transfers or kv.tiers.saves:  # what steps fill is copied, and copies end meanwhile
         return (), 0
     admission = scheduler.admission
     if scheduler.line.head() is not None and (admission.by_priority or admission.newcomer() is not None):
         return (), 0
-    if any(request.must_be_read or request.stop_ids for request in running):
+    if [request for request in running if request.must_be_read or request.stop_ids]:
         return (), 0
     most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
     return running.copy(), min(most, kv.num_free // len(running) * kv.block_size)

@@ -39,7 +39,8 @@ class VirtualClock:
         return self.now
 
     def wait_until(self, moment: float) -> None:
-        self.now = max(self.now, moment)
+        if moment > self.now:
+            self.now = moment
 
 
 @dataclass(slots=True)
