@@ -5,6 +5,7 @@ It is no ablation: nothing is served. What steps take comes from a file of conf/
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,6 +137,7 @@ class Fleet(Probe):
         routing, cache, alone = self._engine.parallel.routing, self._engine.cache, case.routers == 1
         routers = [Router(routing, case.replicas, cache, alone) for _ in range(case.routers)]
         cluster = Cluster([self._replica() for _ in range(case.replicas)], *routers)
+        gc.freeze()  # block pools are long lists, which the collector would go through again and again
         rng = np.random.default_rng(self.settings.seed)
         window = spec.requests / (spec.rate_per_s * case.replicas)
         breaking = rng.permutation(case.replicas)[: round(case.down * case.replicas)].tolist()

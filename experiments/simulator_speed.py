@@ -1,4 +1,4 @@
-"""What simulating takes: the CPU time of requests to clusters of several sizes, at one rate for each replica.
+"""What simulating takes: CPU time and memory of an hour of clusters of several sizes, at one rate for each replica.
 
 It is no ablation: nothing is served. Costs of steps are made up, about those of a 7B model on an H200.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from mini_infer.simulation.replica import Replica
 
 VARIANT = "simulator"
 VOCABULARY = 150_000
+DRAWN_AT_ONCE = 1000  # requests
 COSTS = FittedCosts(
     decode=Curve((1, 8, 64, 256), (3.5e-3, 4.2e-3, 4.7e-3, 7.5e-3)),
     prompts=Curve((1, 256, 2048), (6e-3, 7.5e-3, 42e-3)),
@@ -44,6 +46,7 @@ METRICS = {
     "request_us": Metric("CPU time of a simulated request", "us", Better.lower),
     "hour_cpu_s": Metric("CPU time of a simulated hour", "s", Better.lower),
     "hour_s": Metric("CPU time of a simulated hour, of the process that takes longest", "s", Better.lower),
+    "grown_mib": Metric("memory that the processes take for it, at most", "MiB", Better.lower),
     "ttft_ms": Metric("time to first token that is simulated, mean", "ms", Better.lower),
 }
 
@@ -55,19 +58,19 @@ class SpeedSpec(ExperimentSpec):
         replicas: sizes of clusters.
         cells: routers, each with its share of the replicas and of the requests, in a process of its own.
         rate_per_s: of requests to each replica.
-        requests: that are simulated at each size.
+        simulated_s: for which requests come, at each size.
         prompt_tokens, output_tokens: means of their lengths, which are exponentially distributed.
     """
 
     replicas: tuple[int, ...] = (1, 8, 64)
     cells: int = 2
     rate_per_s: float = 3.125
-    requests: int = 10_000
+    simulated_s: float = 3600.0
     prompt_tokens: int = 1155
     output_tokens: int = 211
 
     def __post_init__(self) -> None:
-        names = ("replicas", "cells", "rate_per_s", "requests", "prompt_tokens", "output_tokens")
+        names = ("replicas", "cells", "rate_per_s", "simulated_s", "prompt_tokens", "output_tokens")
         check.above_zero("experiment", self, *names)
 
 
@@ -89,54 +92,69 @@ class SimulatorSpeed(Probe):
         cells = min(spec.cells, count)
         shares = [len(range(cell, count, cells)) for cell in range(cells)]
         gc.collect()
-        work = [(spec, self._engine, share, round(spec.requests * share / count)) for share in shares]
-        seeds = [(self.settings.seed, cell) for cell in range(cells)]
-        if cells == 1:
-            done = [simulate(*work[0], seeds[0])]
-        else:  # forked: none of them touches torch
-            with ProcessPoolExecutor(cells, multiprocessing.get_context("fork")) as pool:
-                done = list(pool.map(simulate, *zip(*work, strict=True), seeds))
-        cpu_s = sum(cell.cpu_s for cell in done)
+        work = [(spec, self._engine, share, (self.settings.seed, cell)) for cell, share in enumerate(shares)]
+        with ProcessPoolExecutor(cells, multiprocessing.get_context("fork")) as pool:  # none of them touches torch
+            done = list(pool.map(simulate, *zip(*work, strict=True)))
+        cpu_s, requests = sum(cell.cpu_s for cell in done), sum(cell.requests for cell in done)
+        hours = spec.simulated_s / 3600
         return {
-            "request_us": 1e6 * cpu_s / sum(cell.requests for cell in done),
-            "hour_cpu_s": sum(3600 * cell.cpu_s / cell.simulated_s for cell in done),
-            "hour_s": max(3600 * cell.cpu_s / cell.simulated_s for cell in done),
-            "ttft_ms": 1e3 * float(np.mean([cell.ttft_s for cell in done])),
+            "request_us": 1e6 * cpu_s / requests,
+            "hour_cpu_s": cpu_s / hours,
+            "hour_s": max(cell.cpu_s for cell in done) / hours,
+            "grown_mib": sum(cell.grown_mib for cell in done),
+            "ttft_ms": 1e3 * sum(cell.waited_s for cell in done) / requests,
         }
 
 
 class Cell(NamedTuple):
     requests: int
-    simulated_s: float
     cpu_s: float
-    ttft_s: float  # mean
+    grown_mib: float
+    waited_s: float  # for first tokens, all requests together
 
 
-def simulate(spec: SpeedSpec, engine: EngineConfig, replicas: int, requests: int, seed: tuple[int, int]) -> Cell:
-    """Replicas behind one router."""
-    rng = np.random.default_rng(seed)
-    gaps = rng.exponential(1 / (spec.rate_per_s * replicas), requests)
-    longest = LIMITS.max_model_len // 2
-    lengths = np.clip(rng.exponential((spec.prompt_tokens, spec.output_tokens), (requests, 2)), 1, longest).astype(int)
-    tokens = rng.integers(0, VOCABULARY, 2 * longest).tolist()
-    starts = rng.integers(0, longest, requests).tolist()
+def simulate(spec: SpeedSpec, engine: EngineConfig, replicas: int, seed: tuple[int, int]) -> Cell:
+    """Replicas behind one router. Of a request that has ended nothing is kept: memory is bounded."""
+    rng, before = np.random.default_rng(seed), _peak_mib()
+    tokens = rng.integers(0, VOCABULARY, 1_000_000).tolist()  # prompts are pieces of it
     cluster = Cluster(
         [Replica(engine, LIMITS, COSTS, overlap=True) for _ in range(replicas)],
         Router(engine.parallel.routing, replicas, engine.cache),
     )
-    waited: list[float] = []
+    gc.freeze()  # block pools are long lists, which the collector would go through again and again
+    sent = ended = 0
+    waited = 0.0
     started = time.process_time()
-    for due, (prompt, output), start in zip(np.cumsum(gaps).tolist(), lengths.tolist(), starts, strict=True):
-        _advance(cluster, due, waited)
+    for due, start, prompt, output in _load(spec, replicas, len(tokens), rng):
+        while (request := cluster.advance(due)) is not None:
+            ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
         cluster.send("", tokens[start : start + prompt], output, due)
-    _advance(cluster, None, waited)
+        sent += 1
+    while (request := cluster.advance()) is not None:
+        ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
     took = time.process_time() - started
-    if len(waited) != requests:
-        raise RuntimeError(f"{len(waited)} of {requests} requests have ended")
-    return Cell(requests, float(gaps.sum()), took, float(np.mean(waited)))
+    if ended != sent:
+        raise RuntimeError(f"{ended} of {sent} requests have ended")
+    return Cell(sent, took, _peak_mib() - before, waited)
 
 
-def _advance(cluster: Cluster, until: float | None, waited: list[float]) -> None:
-    """Notes of each request that ends how long it waited for its first token, and nothing else: memory is bounded."""
-    while (request := cluster.advance(until)) is not None:
-        waited.append(request.token_times[0] - request.arrival_time)
+def _load(
+    spec: SpeedSpec, replicas: int, num_tokens: int, rng: np.random.Generator
+) -> Iterator[tuple[float, int, int, int]]:
+    """(due, place of the prompt in the tokens, its tokens, output tokens) of each request."""
+    now, longest = 0.0, LIMITS.max_model_len // 2
+    while True:
+        gaps = rng.exponential(1 / (spec.rate_per_s * replicas), DRAWN_AT_ONCE).tolist()
+        drawn = rng.exponential((spec.prompt_tokens, spec.output_tokens), (DRAWN_AT_ONCE, 2))
+        lengths = np.clip(drawn, 1, longest).astype(int).tolist()
+        starts = rng.integers(0, num_tokens - longest, DRAWN_AT_ONCE).tolist()
+        for gap, start, (prompt, output) in zip(gaps, starts, lengths, strict=True):
+            now += gap
+            if now >= spec.simulated_s:
+                return
+            yield now, start, prompt, output
+
+
+def _peak_mib() -> float:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -124,21 +124,23 @@ class BlockPool:
         return self.num_free + len(gained) - lost
 
     def _evict(self, count: int) -> list[int]:
-        hashes, block_of_hash, void = self._hashes, self._block_of_hash, self._void
+        lru, hashes, block_of_hash = self._lru, self._hashes, self._block_of_hash
         evicted: list[int] = []
-        while len(evicted) < count:
-            block = self._lru.popleft()
-            if block not in void:
-                evicted.append(block)
-                continue
-            self._num_void -= 1
-            void[block] -= 1
-            if not void[block]:
-                del void[block]
+        while missing := count - len(evicted):
+            oldest = [lru.popleft() for _ in range(missing)]
+            evicted += [block for block in oldest if not self._takes_void(block)] if self._num_void else oldest
         for block in evicted:
-            block_hash = hashes[block]
-            assert block_hash is not None
-            del block_of_hash[block_hash]
+            del block_of_hash[hashes[block]]  # type: ignore[arg-type]  # what is cached has one
             hashes[block] = None
         self.num_evictions += count
         return evicted
+
+    def _takes_void(self, block: int) -> bool:
+        """Whether an entry that has left the line was void."""
+        if block not in self._void:
+            return False
+        self._num_void -= 1
+        self._void[block] -= 1
+        if not self._void[block]:
+            del self._void[block]
+        return True

@@ -34,10 +34,10 @@ class Saved(NamedTuple):
 class PrefixTiers:
     """
     Args:
-        saves: prefixes are kept in host memory at all; else nothing happens here.
         files: hashes of prefixes that lie in files, and where more can be written.
 
     Attributes:
+        saves: prefixes are kept in host memory at all; else nothing happens here.
         writing: id of the one transfer to files that may be under way.
     """
 
@@ -51,7 +51,7 @@ class PrefixTiers:
         files: Container[bytes] | None,
     ) -> None:
         self._device, self._host, self._transfers, self._block_size = device, host, transfers, block_size
-        self._saves, self._writes = saves, files is not None
+        self.saves, self._writes = saves, files is not None
         self._files: Container[bytes] = () if files is None else files
         self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
         self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
@@ -60,12 +60,12 @@ class PrefixTiers:
 
     def filled(self, hashes: Iterable[bytes]) -> None:
         """Steps have filled blocks of the device."""
-        if self._saves:
+        if self.saves:
             self._unsaved.update(dict.fromkeys(hashes))
 
     def freed(self, request: Request) -> None:
         """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
-        if self._saves:
+        if self.saves:
             saved = self._host.find(request.block_hashes[: request.num_committed_blocks])
             self._host.share(saved)
             self._host.release(saved)
@@ -91,7 +91,7 @@ class PrefixTiers:
     def find(self, request: Request) -> list[Saved]:
         """What lies in host memory or in files of what comes behind the blocks that an admitted request shares."""
         found: list[Saved] = []
-        if self._saves:
+        if self.saves:
             last = request.num_reusable_tokens // self._block_size
             for block_hash in request.block_hashes[request.num_committed_blocks : last]:
                 block = self._host.block_of(block_hash)

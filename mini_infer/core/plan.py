@@ -148,16 +148,15 @@ class StepPlan(NamedTuple):
         return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
 
     @property
-    def prompt_reach(self) -> int:
-        """KV slots that the prompt row which looks furthest attends to, its own tokens' among them."""
-        rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
-        return max([start + count for start, count in rows], default=0)
-
-    @property
-    def prompt_pairs(self) -> int:
-        """(query, key) pairs of the attention of prompt rows."""
-        rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
-        return sum([count * start + count * (count + 1) // 2 for start, count in rows])
+    def prompt_attention(self) -> tuple[int, int]:
+        """Of prompt rows: the KV slots that the one which looks furthest attends to, its own tokens' among them, and
+        the (query, key) pairs of all."""
+        reach = pairs = 0
+        for row in range(self.num_decode_rows, len(self.counts)):
+            start, count = self.starts[row], self.counts[row]
+            reach = max(reach, start + count)
+            pairs += count * start + count * (count + 1) // 2
+        return reach, pairs
 
     def num_blocks_moved(self, to_host: bool, of_prefixes: bool) -> int:
         kind = to_host, of_prefixes

@@ -15,7 +15,7 @@ elsewhere, too. The price is memory and time (a prefix that stands in two caches
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import TypeAlias
 
 from mini_infer.core.config import CacheConfig, RouterPolicy
@@ -177,12 +177,12 @@ class Router:
         if not chain or self._round_robin or len(among) == 1:
             number = self._in_turn(sorted(among))
             return number, 0 if len(among) > 1 else self._replicas[number].depth(chain)
-        among = set(among)
         most = min([loads[number] for number in among]) * OVERLOAD_RATIO + OVERLOAD_REQUESTS
-        equal, deepest = self._holding(chain, among, most)
+        free = {number for number in among if loads[number] <= most}
+        equal, deepest = self._holding(chain, free)
         if len(equal) != 1:
             chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
-            equal = self._named(chunk, set(equal) or {number for number in among if loads[number] <= most})
+            equal = self._named(chunk, set(equal) or free)
         return min(equal, key=loads.__getitem__), deepest
 
     def _in_turn(self, among: Sequence[int]) -> int:
@@ -192,17 +192,16 @@ class Router:
             return among[turn]
         return min((*among[turn:], *among[:turn]), key=self.loads.__getitem__)
 
-    def _holding(self, chain: Chain, among: Collection[int], most: float) -> tuple[list[int], int]:
-        """Who holds most of a prompt, of those that have no more than `most` to do, and how many chunks."""
+    def _holding(self, chain: Chain, among: Set[int]) -> tuple[list[int], int]:
+        """Who of them holds most of a prompt, and how many chunks."""
         equal, deepest = list[int](), 0
-        for number in sorted(self._holders.get(chain[0], ())):
-            if number in among and self.loads[number] <= most:
-                replica = self._replicas[number]
-                # Hundreds may hold a beginning that is asked for often: so their depths are not looked for.
-                if deepest < len(chain) and chain[deepest] in replica.chunks:
-                    equal, deepest = [number], replica.depth(chain)
-                elif chain[deepest - 1] in replica.chunks:
-                    equal.append(number)
+        for number in sorted(among & self._holders.get(chain[0], frozenset())):
+            replica = self._replicas[number]
+            # Hundreds may hold a beginning that is asked for often: so their depths are not looked for.
+            if deepest < len(chain) and chain[deepest] in replica.chunks:
+                equal, deepest = [number], replica.depth(chain)
+            elif chain[deepest - 1] in replica.chunks:
+                equal.append(number)
         return equal, deepest
 
     def _named(self, chunk: int, among: Collection[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Steps that are all alike: how many lie ahead, when each would end, and their doing at once.
+"""Steps that are all alike: how many lie ahead, and their doing at once.
 
 While requests decode, and nobody comes or ends, a step differs from the one before it in nothing but counters. What
 comes out of taking many at once is what would have come out; only StepRecords are not made of them.
@@ -6,52 +6,25 @@ comes out of taking many at once is what would have come out; only StepRecords a
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mini_infer.core.request import Request
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-
-
-class Ahead(NamedTuple):
-    """The first of `steps` ends at `first`, the second takes `lap`, each other one `growth` more than the one before
-    it."""
-
-    first: float
-    lap: float
-    growth: float
-    steps: int
-
-    def end(self, k: int) -> float:
-        return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
-
-    def ends(self, count: int) -> list[float]:
-        """Of the first `count`."""
-        first, lap, half = self.first, self.lap, self.growth / 2
-        return [first + k * (lap + half * (k - 1)) for k in range(count)]
-
-    def beginning_before(self, moment: float) -> int:
-        """How many: a step begins as the one before it ends, and the first has begun."""
-        if moment >= self.end(self.steps):
-            return self.steps
-        return min(bisect_left(range(1, self.steps + 1), moment, key=self.end) + 1, self.steps)
-
-
-NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)
 
 
 def steps_alike(scheduler: Scheduler) -> tuple[Sequence[Request], int]:
     """So many of the next steps would have a token of each of these requests, and nothing else would happen in them if
     nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
     running, kv = scheduler.batch.running, scheduler.kv
-    others = any(step.rows != running for step in scheduler.planned.values())
+    others = [step for step in scheduler.planned.values() if step.rows != running]
     if not running or others or scheduler.speculator.most or len(running) < len(scheduler.batch):
+        return (), 0
+    if kv.transfers or kv.tiers.saves:  # what steps fill is copied, and copies end meanwhile
         return (), 0
     admission = scheduler.admission
     if scheduler.line.head() is not None and (admission.by_priority or admission.newcomer() is not None):
         return (), 0
-    if any(request.must_be_read or request.stop_ids for request in running):
+    if [request for request in running if request.must_be_read or request.stop_ids]:
         return (), 0
     most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
     return running.copy(), min(most, kv.num_free // len(running) * kv.block_size)

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mini_infer.core.request import Request
 from mini_infer.serving.router import Route, Router
 from mini_infer.simulation.executor import VirtualClock
 from mini_infer.simulation.replica import Replica
-
-
-class _Entry(NamedTuple):
-    """When a replica acts next; one that was changed meanwhile has another stamp, and the entry counts nothing."""
-
-    time: float
-    number: int
-    stamp: int
 
 
 class Cluster:
@@ -38,7 +29,9 @@ class Cluster:
         self.clock = VirtualClock()
         self._replicas, self._routers = list(replicas), routers
         self._up = list(range(len(replicas)))
-        self._acts: list[_Entry] = []  # a heap
+        # A heap of (when a replica acts next, its number, stamp): of one that was changed meanwhile the stamp is another,
+        # and the entry counts nothing.
+        self._acts: list[tuple[float, int, int]] = []
         self._stamps = [0] * len(replicas)
         self._ends: list[tuple[float, int, Request]] = []  # a heap: of requests that have ended ahead of the clock
         self._num_ends = 0
@@ -97,7 +90,7 @@ class Cluster:
         """Goes on to the next end of a request, and returns it. None where none comes before `until`, to which the
         clock has then gone on, or at all."""
         while self._acts or self._ends:
-            act = self._acts[0].time if self._acts else float("inf")
+            act = self._acts[0][0] if self._acts else float("inf")
             end = self._ends[0][0] if self._ends else float("inf")
             if until is not None and act >= until and end >= until:
                 break
@@ -107,15 +100,14 @@ class Cluster:
                 router, route = self._sent.pop(request)
                 router.end(route, request.num_cached_tokens)
                 return request
-            self._act(heapq.heappop(self._acts))
+            _, number, stamp = heapq.heappop(self._acts)
+            if stamp == self._stamps[number]:
+                self._act(number)
         if until is not None:
             self.clock.wait_until(until)
         return None
 
-    def _act(self, entry: _Entry) -> None:
-        number = entry.number
-        if entry.stamp != self._stamps[number]:
-            return
+    def _act(self, number: int) -> None:
         replica = self._replicas[number]
         for request in replica.run():
             heapq.heappush(self._ends, (replica.clock.now, self._num_ends, request))
@@ -133,4 +125,4 @@ class Cluster:
         self._stamps[number] += 1
         replica = self._replicas[number]
         if replica.busy:
-            heapq.heappush(self._acts, _Entry(replica.next_event, number, self._stamps[number]))
+            heapq.heappush(self._acts, (replica.next_event, number, self._stamps[number]))

@@ -17,6 +17,7 @@ in the curves, which therefore belong to one model, layout and machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from mini_infer.core.config import ParallelConfig
@@ -44,10 +45,9 @@ class Work(NamedTuple):
     def of(cls, plan: StepPlan) -> Work:
         rows = len(plan.req_indices)
         if plan.num_decode_rows == rows and not plan.has_drafts:
-            return cls.decode(rows, sum(plan.starts) + rows)
+            return cls(rows, 0, sum(plan.starts) + rows, 0, 0)
         tokens = plan.num_prefill_tokens
-        attention = plan.decode_context, plan.prompt_reach, plan.prompt_pairs
-        return cls(plan.num_tokens - tokens, tokens, *attention)
+        return cls(plan.num_tokens - tokens, tokens, plan.decode_context, *plan.prompt_attention)
 
     @classmethod
     def decode(cls, rows: int, context: int) -> Work:
@@ -56,9 +56,13 @@ class Work(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """Seconds of a step. In the decode context they are linear."""
+    """Seconds of a step."""
 
     def device_s(self, work: Work) -> float: ...
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        """`device_s` of steps of these rows alone, one that attends to each of so many slots."""
+        ...
 
     def host_s(self, rows: int) -> float: ...
 
@@ -75,7 +79,13 @@ class Curve:
     seconds: tuple[float, ...]
 
     def __call__(self, tokens: int) -> float:
-        return interpolate(self.tokens, self.seconds, tokens)
+        if tokens not in self._known:
+            self._known[tokens] = interpolate(self.tokens, self.seconds, tokens)
+        return self._known[tokens]
+
+    @cached_property
+    def _known(self) -> dict[int, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,10 @@ class FittedCosts:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.beside_s * work.decode_tokens
         return curve(work.decode_tokens + work.prompt_tokens) + attention
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        alone, slot_s = self.decode(rows), self.slot_s
+        return [alone + slot_s * context for context in contexts]
 
     def host_s(self, rows: int) -> float:
         return self.plan_s + self.row_s * rows

@@ -13,7 +13,9 @@ Which drafts are accepted is a matter of rate, as with synthetic acceptance on a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -37,7 +39,8 @@ class VirtualClock:
         return self.now
 
     def wait_until(self, moment: float) -> None:
-        self.now = max(self.now, moment)
+        if moment > self.now:
+            self.now = moment
 
 
 @dataclass(slots=True)
@@ -85,15 +88,24 @@ class SimulatedExecutor(Executor):
         self._last = SimulatedStep(plan, end, accepted)
         return self._last
 
-    @property
-    def free_at(self) -> float:
-        """When the device, the last of them, has done all that was launched."""
-        return self._free_at[-1]
+    def ends_ahead(self, rows: int, contexts: range) -> list[float]:
+        """When the next steps would end if all were of these rows alone, each of which attends to so many slots, in one
+        stage. With overlap the first is the one under way, and there is one more. None where the host is what counts.
+        """
+        laps, host, now = self.costs.rows_s(rows, contexts), self.costs.host_s(rows), self.clock.now
+        if not self.overlap:
+            return [now := now + host + lap for lap in laps]
+        if laps[0] < host:
+            return []
+        # The end of a step is read when the next one is launched, and the device goes on without a pause.
+        return list(accumulate(laps, initial=max(now + host, self._free_at[0])))
 
-    def shift(self, seconds: float) -> None:
-        """The step that was launched last stands for a later one, which ends in so many seconds."""
-        assert self._last is not None
-        self._free_at[-1] = self._last.end = self.clock.now + seconds
+    def skip(self, ends: Sequence[float], count: int) -> None:
+        """So many of the steps of `ends_ahead` are done. The one that was launched last stands for the one after them."""
+        self.clock.now = ends[count - 1]
+        if self.overlap:
+            assert self._last is not None
+            self._free_at[0] = self._last.end = ends[count]
 
     def collect(self, handle: SimulatedStep) -> StepResult:
         """A step without rows waits for all copies."""

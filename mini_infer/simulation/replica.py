@@ -7,6 +7,7 @@ nothing. Of steps that are all alike it takes as many at once as there are befor
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,22 +21,20 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-from mini_infer.simulation.ahead import NOTHING_ALIKE, Ahead, steps_alike, take_steps
-from mini_infer.simulation.costs import StepCosts, Work, require_whole_experts
+from mini_infer.simulation.ahead import steps_alike, take_steps
+from mini_infer.simulation.costs import StepCosts, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
+MOST_SKIPPED = 128  # at once: a request may come any moment, and then what lies behind it was looked for in vain
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 def _hash_blocks(parent: int | str, tokens: Sequence[int], size: int) -> list[int]:
     """As KVManager's, a third of its time: no prompt comes from somebody who would make two of one hash."""
-    hashes, chained = [], tuple(parent.encode()) if isinstance(parent, str) else parent
-    for block in zip(*[iter(tokens)] * size, strict=True):
-        chained = hash((chained, block))
-        hashes.append(chained)
-    return hashes
+    chained = hash(tuple(parent.encode())) if isinstance(parent, str) else parent
+    return [chained := hash((chained, block)) for block in zip(*[iter(tokens)] * size, strict=True)]
 
 
 def _no_weights() -> Any:
@@ -86,7 +85,7 @@ class Replica:
             )
         require_whole_experts(parallel)
         self.clock, stages = VirtualClock(), parallel.pipeline
-        self.limits, self._costs = limits, costs
+        self.limits = limits
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)
         self._ended = Ended()
 
@@ -100,7 +99,8 @@ class Replica:
             self.core.observers.append(observe)
         self._skips = skips and stages == 1
         self._num_added = 0
-        self._ahead = NOTHING_ALIKE
+        self._num_ahead = 0  # steps that are alike, from now on
+        self._ends: Sequence[float] = ()  # theirs
         self._alike: Sequence[Request] = ()  # whose steps these are
 
     @property
@@ -110,7 +110,7 @@ class Replica:
     @property
     def next_event(self) -> float:
         """The earliest moment at which it does something that anybody could see; it is busy."""
-        return self._ahead.end(self._ahead.steps) if self._ahead.steps else self.clock.now
+        return self._ends[self._num_ahead - 1] if self._num_ahead else self.clock.now
 
     def add(
         self,
@@ -154,38 +154,22 @@ class Replica:
         return ended
 
     def skip_until(self, moment: float) -> None:
-        """Takes the steps that begin before `moment`, of those that were looked for."""
-        ahead, self._ahead = self._ahead, NOTHING_ALIKE
-        count = ahead.beginning_before(moment) if moment > self.clock.now else 0
-        if not count:
+        """Takes the steps that begin before `moment`, of those that were looked for: each begins as the one before it
+        ends, and the first has begun."""
+        num_ahead, self._num_ahead = self._num_ahead, 0
+        if not num_ahead or moment <= self.clock.now:
             return
-        ends = ahead.ends(count)
-        take_steps(self.core.scheduler, self._alike, ends, TOKEN)
-        self.clock.now = ends[-1]
-        if self._executor.overlap:  # the last of them is under way
-            self._executor.shift(self._device_s(count))
+        ends, count = self._ends, num_ahead
+        if moment < ends[num_ahead - 1]:
+            count = bisect_left(ends, moment, hi=num_ahead) + 1
+        take_steps(self.core.scheduler, self._alike, ends[:count], TOKEN)
+        self._executor.skip(ends, count)
 
     def _look_ahead(self) -> None:
         self._alike, most = steps_alike(self.core.scheduler)
         if most < FEWEST_SKIPPED:
             return
-        clock, executor = self.clock, self._executor
-        self._context = sum([request.num_computed_tokens for request in self._alike])
-        host = self._costs.host_s(len(self._alike))
-        first = self._device_s(1)
-        growth = (self._device_s(1 + most) - first) / most  # costs are linear in the context
-        if not executor.overlap:
-            self._ahead = Ahead(clock.now + host + first, host + first + growth, growth, most)
-            return
-        # The device is at a step already, and its end is read first; then the longer of host and device counts.
-        start = max(clock.now + host, executor.free_at)
-        if first >= host:
-            self._ahead = Ahead(start, first, growth, most)
-        else:
-            waits_for_host = most if first + growth * most <= host else 1 + int((host - first) / growth)
-            self._ahead = Ahead(start, host, 0.0, min(most, 1 + waits_for_host))
-
-    def _device_s(self, ahead: int) -> float:
-        """Of the step that is planned as the `ahead`-th from now."""
-        rows = len(self._alike)
-        return self._costs.device_s(Work.decode(rows, self._context + rows * ahead))
+        rows, most = len(self._alike), min(most, MOST_SKIPPED)
+        context = sum([request.num_computed_tokens for request in self._alike])
+        self._ends = self._executor.ends_ahead(rows, range(context + rows, context + rows * (most + 1), rows))
+        self._num_ahead = most if self._ends else 0

@@ -84,7 +84,7 @@ OWN = {
         *("~experiment.cases", "+experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}"),
         *("experiment.prefix_tokens=64", "experiment.claims=[]"),
     ],
-    "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
+    "simulator_speed": ["experiment.simulated_s=16", "experiment.replicas=[2]", "measure.repeats=1"],
     "capacity": [
         *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=2", "engine.cache.memory_gib=null"),
         *("engine.model.max_model_len=1024", "workload.count=10", "workload.prefix_tokens=64"),

@@ -39,7 +39,7 @@ def test_skipping_changes_nothing_in_a_cluster(count: int) -> None:
     steps, skipped = (run(cluster(count, skips), rate=60 * count) for skips in (False, True))
     assert list(steps) == list(skipped)
     for name, request in steps.items():
-        assert skipped[name].token_times == pytest.approx(request.token_times, rel=1e-9)
+        assert skipped[name].token_times == request.token_times
         assert skipped[name].num_cached_tokens == request.num_cached_tokens
 
 

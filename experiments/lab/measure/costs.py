@@ -166,6 +166,9 @@ class Dry:
         micros = config.prefill_token_us * work.prompt_tokens + config.decode_token_us * work.decode_tokens
         return 1e-3 * config.step_ms + 1e-6 * micros
 
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        return [self.device_s(Work.decode(rows, 0))] * len(contexts)
+
     def host_s(self, rows: int) -> float:
         return 0.0
 
@@ -194,6 +197,12 @@ class Roofline:
         )
         cost = roofline.cost(self._spec, self._dtype, done)
         return roofline.floor(cost, self._ceilings).seconds
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
+        first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
+        each = (last - first) / max(len(contexts) - 1, 1)
+        return [first + place * each for place in range(len(contexts))]
 
     def host_s(self, rows: int) -> float:
         return 0.0
