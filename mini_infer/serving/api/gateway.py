@@ -51,10 +51,13 @@ class Model:
         return {"status": "loading", "reason": why_none(self.replicas)}
 
     def require(self) -> Service:
-        """Raises ApiError where it has not served yet."""
+        """Raises ApiError where none of its engines can be asked."""
         if self.service is None:
             reason = f"the model {self.name!r} is being loaded: {why_none(self.replicas)}"
             raise ApiError(503, reason, type="server_error", code="model_loading", headers={"Retry-After": "5"})
+        if (failure := self.service.engine.failure) is not None:
+            reason = f"the model {self.name!r} cannot be asked: {failure}"
+            raise ApiError(503, reason, type="server_error", code="engine_dead")
         return self.service
 
     def about(self) -> dict[str, Any]:
