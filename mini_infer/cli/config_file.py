@@ -51,10 +51,10 @@ def read(path: str, texts_of: Callable[[Sequence[str]], Texts]) -> tuple[Given, 
     shared = dict(_mapping(content, path))
     models = _mapping(shared.pop("models", {}), f"{path}: models")
     given = Given(path, _read(shared, path, texts_of))
-    return given, [_model(str(name), entry, path, given, texts_of) for name, entry in models.items()]
+    return given, [_model(str(name), entry, path, texts_of) for name, entry in models.items()]
 
 
-def _model(name: str, entry: Any, path: str, shared: Given, texts_of: Callable[[Sequence[str]], Texts]) -> Given:
+def _model(name: str, entry: Any, path: str, texts_of: Callable[[Sequence[str]], Texts]) -> Given:
     place = f"{path}, model {name!r}"
     settings = dict(_mapping(entry, place))
     aliases = settings.pop("aliases", [])
@@ -65,8 +65,6 @@ def _model(name: str, entry: Any, path: str, shared: Given, texts_of: Callable[[
             raise ConfigError(f"{place}: {item.name} is the server's: it stands beside models")
     if NAME_FIELD in texts:
         raise ConfigError(f"{place}: its name is {name!r} already; further ones are its aliases, and no {NAME_FIELD}")
-    if "model.path" not in texts and "dry_run" not in {**shared.texts, **texts}:
-        raise ConfigError(f"{place} does not say what to load: give it `model`, a folder or a hub name")
     return Given(place, {**texts, NAME_FIELD: ",".join(map(str, names))})
 
 

@@ -407,7 +407,10 @@ OF_ONE = ("model.path", "served_model_name", "gpus")
 
 def _named(given: Given, shared: Mapping[str, Any]) -> ModelSettings:
     try:
-        return _model({**shared, **given.values()})
+        values = {**shared, **given.values()}
+        if "model.path" not in values and not values.get("dry_run"):
+            raise ConfigError("it does not say what to load: give it `model`, a folder or a hub name")
+        return _model(values)
     except ConfigError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(given.place) else f"{given.place}: {said}") from error

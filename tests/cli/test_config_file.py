@@ -28,11 +28,13 @@ gpu-memory-utilization: 0.5          # vLLM's name
 enable-prefix-caching: false
 scheduler: {max_num_seqs: 3}
 model.hf_config: {a: {b: 1}}
+load-format: dummy
 speculation.method: none
 """
     found = settings(tmp_path, text, "--port", "9001", MINI_INFER_PORT="9002", MINI_INFER_MAX_QUEUED="6")
     flags = ["--port=9001", "--max-queued=6", "--model=tiny-draft", "--cache.gpu_memory_utilization=0.5"]
     flags += ["--cache.prefix_caching=false", "--scheduler.max_num_seqs=3", '--model.hf_config={"a": {"b": 1}}']
+    flags.append("--model.load_format=dummy")
     assert found == parse(flags, {})
 
 
@@ -65,7 +67,7 @@ models:
         ("models: {a: {model: x, cache.block_size: many}}", "model 'a': cache.block_size must be an integer"),
         ("models: {a: {model: x, max_queued: 0}}", "model 'a': max_queued must be above 0"),
         ("models: {a: {model: x, port: 1}}", "model 'a': port is the server's"),
-        ("models: {a: {max_queued: 3}}", "model 'a' does not say what to load"),
+        ("models: {a: {max_queued: 3}}", "model 'a': it does not say what to load"),
         ("models: {a: {model: x, served_model_name: b}}", "its name is 'a' already"),
         ("models:\n  a: {model: x}\n  a: {model: y}", "line 3: 'a' stands there twice"),
         ("models: {a: {model: x}, b: {model: y, aliases: a}}", "two models have the name 'a'"),

@@ -15,8 +15,6 @@ import pytest
 from http_server import Server, http_client, running, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from mini_infer import LLM, SamplingParams
-
 TEXT = "/v1/completions"
 DRY_MODELS = """
 dry_run: true
@@ -183,15 +181,15 @@ models:
   big: {model: tiny-target, cache: {memory_gib: 0.02}}
   small: {model: tiny-draft, cache: {memory_gib: 0.01}}
 """)
-    prompt, params = "def main():\n", SamplingParams(temperature=0, max_tokens=12)
     with running("--dry-run", "false", "--config", str(path)) as server:
         answers = {
-            name: ask(server, name, prompt=prompt, max_tokens=12, temperature=0).json()["choices"][0]["text"]
+            name: ask(server, name, prompt="def main():\n", max_tokens=12, temperature=0).json()["choices"][0]["text"]
             for name in ("big", "small")
         }
         chat = server.post("/v1/chat/completions", model="small", messages=[{"role": "user", "content": "hi"}])
         assert chat.status_code == 200
-    for name, model in (("big", "tiny-target"), ("small", "tiny-draft")):
-        (alone,) = LLM(model, cache={"memory_gib": 0.02}).generate([prompt], params)
-        assert answers[name] == alone.outputs[0].text
+        big, small = (about(server, name)["startup"] for name in ("big", "small"))
+    assert "" not in answers.values()
     assert answers["big"] != answers["small"]
+    assert big["weight_bytes"] > 4 * small["weight_bytes"]
+    assert big["kv_bytes"] > small["kv_bytes"]
