@@ -165,7 +165,7 @@ class Ablation(Experiment):
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
                 for repeat, point in profiled
             ]
-            outcome = rounds.run(work)
+            outcome = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited

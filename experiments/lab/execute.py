@@ -62,7 +62,8 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     except KeyboardInterrupt:
         once = "measure.processes=1 measure.repeats=1"
         print(
-            f"no round was finished, so nothing is stored. The same again: {_command(overrides, paths)}\n"
+            f"nothing was finished, so nothing is stored{steps.pace and '; of the first one '}{steps.pace}. "
+            f"The same again: {_command(overrides, paths)}\n"
             f"A quick look first: add {once}; `python run.py show {name}` says how long a run takes",
             file=sys.stderr,
         )

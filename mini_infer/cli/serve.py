@@ -12,22 +12,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mini_infer.cli import config_file
 from mini_infer.cli.arguments import command_parser, refuse, require_server
 from mini_infer.cli.server_process import address_line
 from mini_infer.cli.vllm_flags import translated
-from mini_infer.core.config import Launcher
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.runtime import preflight
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
 NAME = "mini-infer-serve"
-USAGE = f"{NAME} [MODEL] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
+USAGE = f"{NAME} [MODEL] [--dry-run] [--port PORT] [--config FILE] [--SETTING VALUE ...]"
+CONFIG = "--config"
 DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
 
   mini-infer-serve tiny-target                  the small model that ships with the package
   mini-infer-serve PATH --use-cuda-graph        a Hugging Face folder or a hub name; --model PATH says the same
   mini-infer-serve --dry-run --port 8000        no weights: answers made-up text, starts in seconds
+  mini-infer-serve --config models.yaml         settings from a file, of several models too (docs/models.md)
   curl localhost:8000/healthz
 
 The paths: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize, /healthz, /readyz,
@@ -60,7 +62,8 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         shown = f"[{host}]" if ":" in host else host
         try:
             scheme = "http" if settings.ssl_certfile is None else "https"
-            print(address_line(settings.model_name, f"{scheme}://{shown}:{port}"), flush=True)
+            names = ", ".join(model.model_name for model in settings.models)
+            print(address_line(names, f"{scheme}://{shown}:{port}"), flush=True)
         except OSError:  # a full disk, say: a server whose log takes nothing still serves
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
@@ -68,8 +71,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
 
     install(settings.log_format)
     # What takes a second to import, and no help text needs.
-    parallel = settings.engine.parallel
-    if settings.api_processes > 1 or parallel.engines > 1 or parallel.launcher is Launcher.ray:
+    if settings.is_supervised:
         from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()
@@ -84,25 +86,42 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerS
     Raises:
         ConfigError: an unknown flag or variable, or a value that cannot work.
     """
-    parser = _parser()
-    known = [flag for row in table() for flag in row.flags]
-    given, unknown = parser.parse_known_args(translated(argv, known))
+    given = _texts(argv)
+    path = given.pop("config", None)
+    file, models = (None, []) if path is None else config_file.read(path, _texts)
+    return from_environment(dict(os.environ) if environ is None else environ, given, file, models)
+
+
+def _texts(argv: Sequence[str]) -> dict[str, str]:
+    """What flags say, by the settings' keys."""
+    known = [CONFIG, *(flag for row in table() for flag in row.flags)]
+    given, unknown = _parser().parse_known_args(translated(argv, known))
     if unknown:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint} `mini-infer-serve --help` lists all settings")
-    return from_environment(dict(os.environ) if environ is None else environ, vars(given))
+    return vars(given)
 
 
 def remarks(settings: ServerSettings) -> tuple[str, ...]:
-    """What the model will not do, a sentence each. Raises ConfigError or ModelError where it cannot be served here."""
+    """What models will not do, a sentence each. Raises ConfigError or ModelError where one cannot be served here."""
     require_server()
-    said = preflight.check(settings.engine)
-    return said if settings.chat_template is None else ()
+    said: list[str] = []
+    for model in settings.models:
+        try:
+            of_model = preflight.check(model.engine)
+        except MiniInferError as error:
+            if len(settings.models) == 1:
+                raise
+            raise type(error)(f"model {model.model_name!r}: {error}") from error
+        said += of_model if model.chat_template is None else ()
+    return tuple(said)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(NAME, DESCRIPTION, usage=USAGE, epilog=EPILOG)
+    text = "YAML file of settings, under the names of their flags; models: has several (docs/models.md)"
+    parser.add_argument(CONFIG, default=argparse.SUPPRESS, metavar="FILE", help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for row in table():
         if row.section not in groups:

@@ -84,6 +84,7 @@ class CacheConfig:
     num_blocks: int | None = None  # blocks of KV; default: as many as the memory holds, and the batch can use
     memory_gib: float | None = None  # GiB for KV; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV together
+    gpu_shared: bool = False  # other engines use the GPU, too: the share is this one's own, whatever they take
     prefix_caching: bool = True  # prompts that begin alike share the KV of their beginning, also over time
     num_host_blocks: int | None = None  # blocks of swap space, for preemption=swap; or give host_memory_gib
     host_memory_gib: float | None = None  # GiB of it, page-locked; default: the pool's, up to 4

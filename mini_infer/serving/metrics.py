@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -33,17 +33,26 @@ COUNTED = {  # by API processes: the family's name, what it tells, its labels
 }
 
 
+class Model(Protocol):
+    """
+    Attributes:
+        replicas: whose Stats to read, of those that can be asked.
+    """
+
+    name: str
+    replicas: Sequence[Replica]
+
+
 class Metrics:
     """The engines' metrics, labelled with the model's name and the replica's number.
 
     Args:
-        replicas: whose Stats to read, of those that can be asked.
         own_process: with process_*, of this process; where several answer in turn, they would say nothing.
     """
 
-    def __init__(self, model_name: str, info: Ready, replicas: Sequence[Replica], own_process: bool) -> None:
+    def __init__(self, models: Sequence[Model], own_process: bool) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Collector(model_name, info, replicas))
+        self._registry.register(_Collector(models))
         if own_process:
             ProcessCollector(registry=self._registry)
 
@@ -53,39 +62,42 @@ class Metrics:
 
 
 class _Collector(Collector):
-    def __init__(self, model_name: str, info: Ready, replicas: Sequence[Replica]) -> None:
-        self._model_name = model_name
-        self._replicas = replicas
-        self._cache = {key: str(value) for key, value in info.settings["cache"].items()}
-        self._cache["num_blocks"] = str(info.startup["num_kv_blocks"])
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        up = [((replica.number,), float(replica.failure is None)) for replica in self._replicas]
+        all_of_them = [((model.name, each.number), each) for model in self._models for each in model.replicas]
+        up = [(labels, float(replica.failure is None)) for labels, replica in all_of_them]
         yield self._family(GaugeMetricFamily, "replica_up", "Whether the replica can be asked.", up)
-        asked = [(replica.number, replica.stats) for replica in self._replicas if replica.failure is None]
+        asked = [(labels, replica.stats) for labels, replica in all_of_them if replica.failure is None]
         for name, kind in METRICS.items():
             family = GaugeMetricFamily if isinstance(kind, Gauge) else CounterMetricFamily
-            yield self._family(family, name, kind.help, [((number,), getattr(told, name)) for number, told in asked])
+            yield self._family(family, name, kind.help, [(labels, getattr(told, name)) for labels, told in asked])
         yield self._family(
             CounterMetricFamily,
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were accepted, by their place behind the last token.",
-            [((number, place), count) for number, told in asked for place, count in enumerate(told.accepted)],
+            [((*labels, place), count) for labels, told in asked for place, count in enumerate(told.accepted)],
             "position",
         )
         for name, (text, bounds) in HISTOGRAMS.items():
-            histograms = [(number, told.histograms[name]) for number, told in asked if name in told.histograms]
+            histograms = [(labels, told.histograms[name]) for labels, told in asked if name in told.histograms]
             yield self._histogram(name, text, bounds, histograms)
         yield self._family(
             CounterMetricFamily,
             "request_success",
             "Completions that ended, by how.",
-            [((number, reason), count) for number, told in asked for reason, count in told.ended.items()],
+            [((*labels, reason), count) for labels, told in asked for reason, count in told.ended.items()],
             "finished_reason",
         )
         yield from self._counted([told.counted for _, told in asked])
-        cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Settings of the KV cache.", labels=list(self._cache))
-        cache.add_metric(list(self._cache.values()), 1)
+        infos = {model.name: info for model in self._models if (info := _first_info(model.replicas)) is not None}
+        names = [*next(iter(infos.values())).settings["cache"]] if infos else []
+        labels = [*dict.fromkeys([*names, "num_blocks"]), "model_name"]
+        cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Settings of the KV cache.", labels=labels)
+        for model_name, info in infos.items():
+            values = {**info.settings["cache"], "num_blocks": info.startup["num_kv_blocks"], "model_name": model_name}
+            cache.add_metric([str(values[label]) for label in labels], 1)
         yield cache
 
     def _counted(self, counts: Sequence[Mapping[str, int]]) -> Iterator[Metric]:
@@ -98,8 +110,9 @@ class _Collector(Collector):
             for kind, (name, text, labels) in COUNTED.items()
         }
         for name, count in together.items():
-            kind, *labels = name.split(" ")
-            families[kind].add_metric([self._model_name, *labels], count)
+            kind, _, rest = name.partition(" ")
+            *labels, model_name = rest.split(" ", len(COUNTED[kind][2]))
+            families[kind].add_metric([model_name, *labels], count)
         yield from families.values()
 
     def _family(
@@ -112,19 +125,23 @@ class _Collector(Collector):
     ) -> Metric:
         """
         Args:
-            values: each behind its replica's number and what the further labels are.
+            values: each behind its model's name, its replica's number and what the further labels are.
         """
         family = kind(PREFIX + name, text, labels=["model_name", "replica", *labels])
         for told, value in values:
-            family.add_metric([self._model_name, *map(str, told)], value)
+            family.add_metric([*map(str, told)], value)
         return family
 
     def _histogram(
-        self, name: str, text: str, bounds: Sequence[float], histograms: Sequence[tuple[int, Histogram]]
+        self, name: str, text: str, bounds: Sequence[float], histograms: Sequence[tuple[tuple[Any, ...], Histogram]]
     ) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", "replica"])
         names = [*map(floatToGoString, bounds), "+Inf"]
-        for number, histogram in histograms:
+        for labels, histogram in histograms:
             buckets = list(zip(names, accumulate(histogram.counts), strict=True))
-            family.add_metric([self._model_name, str(number)], buckets, histogram.sum)
+            family.add_metric([*map(str, labels)], buckets, histogram.sum)
         return family
+
+
+def _first_info(replicas: Sequence[Replica]) -> Ready | None:
+    return next((replica.info for replica in replicas if replica.info is not None), None)

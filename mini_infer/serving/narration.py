@@ -6,10 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from mini_infer.serving.link.replica import Replica
 from mini_infer.serving.link.wire import Ready
 from mini_infer.serving.stats import Stats
+
+if TYPE_CHECKING:
+    from mini_infer.serving.api.gateway import Model
 
 GIB = 2**30
 COUNTED = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
@@ -62,10 +65,27 @@ class Throughput:
         )
 
 
-async def narrate(replicas: Sequence[Replica], every_s: float, logger: logging.Logger) -> None:
-    """For as long as it is not cancelled."""
-    throughput = Throughput()
-    while True:
-        await asyncio.sleep(every_s)
-        if (line := throughput.line([replica.stats for replica in replicas])) is not None:
-            logger.info("%s", line)
+class Narrator:
+    """Tells of models in the log: what each chose, once it serves, and from then on what it does."""
+
+    def __init__(self, models: Sequence[Model], logger: logging.Logger) -> None:
+        self._models = models
+        self._logger = logger
+        self._throughputs: dict[str, Throughput] = {}  # of those that serve
+
+    def tell(self) -> None:
+        for model in self._models:
+            if model.name in self._throughputs:
+                line = self._throughputs[model.name].line([replica.stats for replica in model.replicas])
+                name = f"{model.name}: " if len(self._models) > 1 else ""
+                if line is not None:
+                    self._logger.info("%s%s", name, line)
+            elif model.service is not None:
+                self._throughputs[model.name] = Throughput()
+                self._logger.info("%s", chosen(model.name, model.service.engine.info))
+
+    async def tell_every(self, seconds: float) -> None:
+        """For as long as it is not cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            self.tell()

@@ -1,7 +1,8 @@
 """Every setting of the server in one table, which makes the flags, the environment variables and --help.
 
-The table is read off two dataclass trees, ServerSettings below and the EngineConfig: a field's name, type, default and
-the comment behind it are the flag's name, its parser, its default and its help. Enum members' comments join the help.
+The table is read off three dataclass trees, ServerSettings and ModelSettings below and the EngineConfig: a field's
+name, type, default and the comment behind it are the flag's name, its parser, its default and its help. Enum members'
+comments join the help.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mini_infer.core.config import EngineConfig, LoadFormat, When
+from mini_infer.core.config import EngineConfig, Launcher, LoadFormat, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.logs import LogFormat
 
@@ -58,19 +59,6 @@ PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {  # of the types that a
 }
 
 
-POSITIVE = (
-    "api_processes",
-    "max_queued",
-    "max_answer_size",
-    "max_body_bytes",
-    "max_connections",
-    "header_timeout",
-    "body_timeout",
-    "hang_timeout",
-    "startup_timeout",
-)
-
-
 class LogLevel(str, Enum):
     critical = "critical"
     error = "error"
@@ -93,8 +81,8 @@ class Reasoning(str, Enum):
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """What the server is told beside the engine's own settings.
+class ModelSettings:
+    """What the server is told of a model beside its engine's own settings.
 
     Raises:
         ConfigError: a value that cannot work; it names the setting.
@@ -102,10 +90,65 @@ class ServerSettings:
 
     dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
     use_cuda_graph: bool = False  # short for --graphs.capture always
-    served_model_name: str | None = None  # name under which clients see the model; its own is still taken
+    served_model_name: str | None = None  # names under which clients see it, divided by commas; its own is still taken
     chat_template: str | None = None  # file of a Jinja template in place of the tokenizer's own
     tool_format: Tools = Tools.auto  # how the model writes the calls of tools
     reasoning_format: Reasoning = Reasoning.auto  # how it marks thoughts, which become reasoning_content
+    gpus: str | None = None  # numbers of the GPUs that its engines use, divided by commas; models may share them
+    max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
+    request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
+    hang_timeout: float = 30.0  # seconds without a sign of life after which the engine counts as hung: 503
+    startup_timeout: float = 1800.0  # seconds that loading the model may take
+    max_answer_size: int = 2**23  # of one answer: a token counts 1, each log-probability 8; more gets 400
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        parallel = self.engine.parallel
+        if bool(parallel.prefill) != bool(parallel.decode):
+            raise ConfigError(
+                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}: there are engines of both "
+                "kinds or of none. Set both to at least 1, or both to 0"
+            )
+        _require_positive(self, "max_queued", "max_answer_size", "hang_timeout", "startup_timeout")
+        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
+            raise ConfigError(f"request_timeout must be above 0 seconds, or none, got {self.request_timeout}")
+        if self.served_model_name is not None and not all(self.names):
+            raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+        if self.gpus is not None and not re.fullmatch(r"\d+(\s*,\s*\d+)*", self.gpus):
+            raise ConfigError(f"gpus must be numbers of GPUs divided by commas, such as 0,1; got {self.gpus!r}")
+        _require_files(self, "chat_template")
+
+    def chat_template_text(self) -> str:
+        """Raises ConfigError where the file cannot be read."""
+        try:
+            return Path(self.chat_template or "").expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"chat_template {self.chat_template!r} cannot be read: {error}") from error
+
+    @property
+    def model(self) -> str:
+        """The model's own name."""
+        return self.engine.model.path
+
+    @property
+    def names(self) -> list[str]:
+        """Under which clients see it; the first is what they are told."""
+        return [self.model] if self.served_model_name is None else _divided(self.served_model_name)
+
+    @property
+    def model_name(self) -> str:
+        """What clients are told."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the server is told, whatever it serves.
+
+    Raises:
+        ConfigError: a value that cannot work; it names the setting.
+    """
+
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # to listen on; 0 takes a free one, which is printed
     ssl_certfile: str | None = None  # file of a certificate, in PEM: the server speaks HTTPS
@@ -117,12 +160,7 @@ class ServerSettings:
     api_keys: str | None = None  # YAML file of several, each with limits of its own (docs/serving.md); may change
     isolate_keys: bool = False  # cached prefixes are found by the key that sent them alone
     key_everywhere: bool = False  # /metrics, /docs and /openapi.json ask for a key, too; probes never do
-    max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
-    request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
-    hang_timeout: float = 30.0  # seconds without a sign of life after which the engine counts as hung: 503
-    startup_timeout: float = 1800.0  # seconds that loading the model may take
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
-    max_answer_size: int = 2**23  # of one answer: a token counts 1, each log-probability 8; more gets 400
     max_body_bytes: int = 16 * 2**20  # bytes that a request's body may have; more gets 413
     max_connections: int = 16_384  # open ones of an API process; beyond, those that say nothing are closed
     header_timeout: float = 20.0  # seconds until a request's headers must have come; then 408
@@ -132,7 +170,7 @@ class ServerSettings:
     stats_interval: float = 10.0  # seconds between lines in the log about what is done; 0: no such lines
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's that gets a span a request
     access_log: bool = False  # logs one line a request
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    models: tuple[ModelSettings, ...] = field(default_factory=lambda: (ModelSettings(),))
 
     def __post_init__(self) -> None:
         try:
@@ -140,29 +178,16 @@ class ServerSettings:
         except ValueError:
             allowed = ", ".join(level.value for level in LogLevel)
             raise ConfigError(f"log_level must be one of {allowed}; got {self.log_level!r}") from None
-        parallel = self.engine.parallel
-        if bool(parallel.prefill) != bool(parallel.decode):
-            raise ConfigError(
-                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}: there are engines of both "
-                "kinds or of none. Set both to at least 1, or both to 0"
-            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, got {self.port}")
-        for name in POSITIVE:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        _require_positive(self, "api_processes", "max_body_bytes", "max_connections", "header_timeout", "body_timeout")
         if not 0 <= self.stats_interval < math.inf:
             raise ConfigError(f"stats_interval must be 0 seconds (never) or more, got {self.stats_interval}")
-        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
-            raise ConfigError(f"request_timeout must be above 0 seconds, or none, got {self.request_timeout}")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(f"shutdown_timeout must be 0 seconds or more, got {self.shutdown_timeout}")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
             raise ConfigError("api_key must be a non-empty ASCII text, or left unset")
-        for name in ("chat_template", "ssl_certfile", "ssl_keyfile", "api_keys"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).expanduser().is_file():
-                raise ConfigError(f"{name} names no file: {path!r}")
+        _require_files(self, "ssl_certfile", "ssl_keyfile", "api_keys")
         for name in ("isolate_keys", "key_everywhere"):
             if getattr(self, name) and self.api_key is None and self.api_keys is None:
                 raise ConfigError(f"{name} needs keys: give api_keys or api_key")
@@ -176,8 +201,19 @@ class ServerSettings:
             raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
         if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
-        if self.served_model_name is not None and not self.served_model_name:
-            raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+        self._require_different_names()
+
+    def _require_different_names(self) -> None:
+        taken: dict[str, int] = {}
+        for number, model in enumerate(self.models):
+            for name in model.names:
+                if taken.setdefault(name, number) != number:
+                    raise ConfigError(f"two models have the name {name!r}: give each names of its own")
+        ray = any(model.engine.parallel.launcher is Launcher.ray for model in self.models)
+        if ray and len(self.models) > 1:
+            raise ConfigError(
+                "parallel.launcher=ray starts the engines of one model: serve each of several with a server of its own"
+            )
 
     @cached_property
     def keys(self) -> Keys:
@@ -186,27 +222,38 @@ class ServerSettings:
 
         return Keys(self.api_key, self.api_keys)
 
-    def chat_template_text(self) -> str:
-        """Raises ConfigError where the file cannot be read."""
-        try:
-            return Path(self.chat_template or "").expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"chat_template {self.chat_template!r} cannot be read: {error}") from error
-
     @property
     def origins(self) -> list[str]:
         """Those of `allowed_origins`."""
-        return [origin.strip() for origin in (self.allowed_origins or "").split(",") if origin.strip()]
+        return [origin for origin in _divided(self.allowed_origins or "") if origin]
 
     @property
-    def model(self) -> str:
-        """The model's own name."""
-        return self.engine.model.path
+    def num_engines(self) -> int:
+        """Of all models."""
+        return sum(model.engine.parallel.engines for model in self.models)
 
     @property
-    def model_name(self) -> str:
-        """What clients are told."""
-        return self.served_model_name or self.model
+    def is_supervised(self) -> bool:
+        """Whether engines and API processes are several, or must be somewhere: then a process more looks after them."""
+        chosen = any(model.gpus or model.engine.parallel.launcher is Launcher.ray for model in self.models)
+        return chosen or self.api_processes > 1 or self.num_engines > 1
+
+
+def _require_positive(settings: Any, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(settings, name) < math.inf:
+            raise ConfigError(f"{name} must be above 0, got {getattr(settings, name)}")
+
+
+def _require_files(settings: Any, *names: str) -> None:
+    for name in names:
+        path = getattr(settings, name)
+        if path is not None and not Path(path).expanduser().is_file():
+            raise ConfigError(f"{name} names no file: {path!r}")
+
+
+def _divided(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 @dataclass(frozen=True)
@@ -267,7 +314,8 @@ class Setting:
 @cache
 def table() -> tuple[Setting, ...]:
     """All settings: the model, the server's, the engine's by section."""
-    rows = [*_rows(ServerSettings, "server", ""), *_rows(EngineConfig, ENGINE_SECTION, "")]
+    trees = ((ModelSettings, "server"), (ServerSettings, "server"), (EngineConfig, ENGINE_SECTION))
+    rows = [row for tree, section in trees for row in _rows(tree, section, "")]
     return tuple(sorted(rows, key=lambda row: row.key != "model.path"))
 
 
@@ -277,7 +325,7 @@ def _rows(cls: type, section: str, prefix: str) -> Iterator[Setting]:
     for item in fields(cls):
         hint = hints[item.name]
         key = prefix + item.name
-        if hint is EngineConfig:
+        if item.name == "models" or hint is EngineConfig:
             continue
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _rows(hint, key, f"{key}.")
@@ -296,19 +344,43 @@ def _with_choices(row: Setting) -> str:
     return ": ".join(filter(None, (row.help, ", ".join(meanings)))) if comments else row.help
 
 
-def from_environment(environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> ServerSettings:
-    """The settings that variables and flags spell; a flag wins over its variable.
+class Given(NamedTuple):
+    """Settings as texts, and where they stand.
+
+    Attributes:
+        place: for messages; empty: flags.
+        texts: by key ("cache.block_size").
+    """
+
+    place: str
+    texts: Mapping[str, str]
+
+    def values(self) -> dict[str, Any]:
+        by_key = {row.key: row for row in table()}
+        found = {}
+        for key, text in self.texts.items():
+            found[key] = by_key[key].parse(text, f"{self.place}: {key}" if self.place else by_key[key].flags[0])
+        return found
+
+
+def from_environment(
+    environ: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    file: Given | None = None,
+    models: Sequence[Given] = (),
+) -> ServerSettings:
+    """The settings that a file, variables and flags spell. A variable wins over the file, and a flag over both.
 
     Args:
         environ: names that do not begin with MINI_INFER_ are none of ours.
         flags: texts by key ("cache.block_size").
+        models: each one's own, which win over what all of them have; without any there is one.
 
     Raises:
         ConfigError: an unknown variable, or a value that cannot work.
     """
     by_variable = {variable: row for row in table() for variable in row.variables}
-    by_key = {row.key: row for row in table()}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = file.values() if file is not None else {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
@@ -318,12 +390,33 @@ def from_environment(environ: Mapping[str, str], flags: Mapping[str, str] | None
             raise ConfigError(f"unknown variable {variable}{hint} `mini-infer-serve --help` lists all settings")
         row = by_variable[variable]
         values[row.key] = row.parse(text, variable)
-    for key, text in (flags or {}).items():
-        values[key] = by_key[key].parse(text, by_key[key].flags[0])
-    return _build(values)
+    values |= Given("", flags or {}).values()
+    own = {item.name for item in fields(ServerSettings)}
+    servers = {key: value for key, value in values.items() if key in own}
+    shared = {key: value for key, value in values.items() if key not in own}
+    if not models:
+        return ServerSettings(**servers, models=(_model(shared),))
+    for key in OF_ONE:
+        if key in shared:
+            raise ConfigError(f"{key} is a model's own: with several models it stands below the name of each")
+    return ServerSettings(**servers, models=tuple(_named(given, shared) for given in models))
 
 
-def _build(values: dict[str, Any]) -> ServerSettings:
+OF_ONE = ("model.path", "served_model_name", "gpus")
+
+
+def _named(given: Given, shared: Mapping[str, Any]) -> ModelSettings:
+    try:
+        values = {**shared, **given.values()}
+        if "model.path" not in values and not values.get("dry_run"):
+            raise ConfigError("it does not say what to load: give it `model`, a folder or a hub name")
+        return _model(values)
+    except ConfigError as error:
+        said = str(error)
+        raise ConfigError(said if said.startswith(given.place) else f"{given.place}: {said}") from error
+
+
+def _model(values: dict[str, Any]) -> ModelSettings:
     """From values by dotted key. `dry_run` and `use_cuda_graph` are short for settings of the engine."""
     for short, key, meant in (
         ("dry_run", "model.load_format", LoadFormat.dry),
@@ -336,7 +429,7 @@ def _build(values: dict[str, Any]) -> ServerSettings:
         values = {**values, key: meant}
     if values.get("dry_run"):
         values = {"model.path": "dry", **values}
-    own = {item.name for item in fields(ServerSettings)}
+    own = {item.name for item in fields(ModelSettings)}
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key in own:
@@ -347,4 +440,4 @@ def _build(values: dict[str, Any]) -> ServerSettings:
             node = node.setdefault(part, {})
         node[name] = value
     given = {key: value for key, value in values.items() if key in own}
-    return ServerSettings(**given, engine=EngineConfig.from_dict(tree))
+    return ModelSettings(**given, engine=EngineConfig.from_dict(tree))

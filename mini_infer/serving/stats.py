@@ -108,7 +108,7 @@ class Stats(msgspec.Struct, array_like=True, tag=True, gc=False):
     # What metrics.py shows with labels of its own, or not at all.
     accepted: list[int] = []  # drafts, by their place behind the last token
     ended: dict[str, int] = {}  # completions, by finish reason
-    counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
+    counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS MODEL"
     histograms: dict[str, Histogram] = {}
     kv_used_blocks: int = 0
     kv_total_blocks: int = 0

@@ -23,10 +23,11 @@ THEIRS = """serve tiny-target --max-model-len 512 --tensor-parallel-size=1 --gpu
 
 def test_a_command_line_of_vllms() -> None:
     settings = parse(shlex.split(THEIRS), {})
-    engine = settings.engine
-    assert (settings.model, settings.model_name, engine.model.max_model_len) == ("tiny-target", "mine", 512)
+    (model,) = settings.models
+    engine = model.engine
+    assert (model.model, model.model_name, engine.model.max_model_len) == ("tiny-target", "mine", 512)
     assert (settings.host, settings.port, settings.api_key, settings.api_processes) == ("0.0.0.0", 9000, "k", 2)
-    assert (settings.tool_format, settings.reasoning_format) == (Tools.llama3, Reasoning.think)
+    assert (model.tool_format, model.reasoning_format) == (Tools.llama3, Reasoning.think)
     assert engine.cache.gpu_memory_utilization == 0.8
     assert (engine.cache.prefix_caching, engine.cache.dtype) == (False, CacheDType.fp8)
     assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == (8, 256)

@@ -95,11 +95,40 @@ def test_finished_rounds_are_kept_and_the_run_is_marked(config, tmp_path, monkey
     assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
 
 
-def test_with_no_round_finished_there_is_nothing_to_keep(config, tmp_path, monkeypatch):
+def test_of_the_first_round_the_finished_passes_are_kept(config, tmp_path, monkeypatch, capsys):
     stop_at(monkeypatch, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
+    result = stored(tmp_path)
+    assert result.info.status == (
+        "incomplete: interrupted in repeat 1 of 4 at concurrency=1; of the first round is kept: baseline"
+    )
+    assert {(row.variant, row.point, row.repeat) for row in result.rows} == {("transformers", "concurrency=1", 0)}
+    assert "default.json" in capsys.readouterr().err
+    assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
+
+
+def test_with_no_pass_finished_it_is_said_how_to_go_on(config, tmp_path, monkeypatch, capsys):
+    def serve(*arguments):
+        Steps.tell(shown[0], 2, 8)
+        raise KeyboardInterrupt
+
+    shown = []
+    real = Steps.next
+
+    def next_step(self, what):
+        shown.append(self)
+        real(self, what)
+        self._begun -= 30
+
+    monkeypatch.setattr(Steps, "next", next_step)
+    monkeypatch.setattr(cells, "serve", serve)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
     assert not (tmp_path / "results").exists()
+    said = capsys.readouterr().err
+    assert "2 of 8 requests were answered after 30 s: at that pace the run's 16 passes take about 32 min" in said
+    assert "add measure.processes=1 measure.repeats=1" in said
 
 
 def test_an_interrupted_run_stands_beside_a_complete_one(config, tmp_path, monkeypatch):

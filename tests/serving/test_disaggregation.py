@@ -19,7 +19,7 @@ from http_server import Server, http_client, refusal, running, wait_for
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.processes.engines import environments
+from mini_infer.serving.processes.gpus import environments
 
 TEXT = "/v1/completions"
 ROLES = ("--parallel.prefill", "1", "--parallel.decode", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,8 @@ def test_values_on_a_bound_count_below_it() -> None:
     info = Ready("dry", 64, 512, {"cache": {}}, {"num_kv_blocks": 4}, 1)
     up, down = Replica(0, "a"), Replica(3, "b")
     up.stats, up.failure = stats, None
-    metrics = Metrics("dry", info, [up, down], own_process=False)
+    up.info = info
+    metrics = Metrics([SimpleNamespace(name="dry", replicas=[up, down])], own_process=False)
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
     below = {s.labels["le"]: s.value for s in families[f"mini_infer:{name}"].samples if "le" in s.labels}
     assert (below["0.0025"], below["0.005"], below["0.01"], below["10.0"], below["+Inf"]) == (0, 2, 3, 3, 4)

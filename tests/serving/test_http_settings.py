@@ -20,7 +20,7 @@ from mini_infer.serving.settings import ServerSettings, from_environment, table
 
 def test_nothing_given_is_the_shipped_model() -> None:
     assert parse([], {}) == ServerSettings()
-    assert parse([], {}).model == "tiny-target"
+    assert parse([], {}).models[0].model == "tiny-target"
 
 
 NOT_EVERY_VALUE = {  # will do, and this one does
@@ -30,6 +30,7 @@ NOT_EVERY_VALUE = {  # will do, and this one does
     "graphs.max_prefill_tokens": "128",
     "model.quantization_group": "64",
     "root_path": "/text",
+    "gpus": "0,1",
     "chat_template": "pyproject.toml",
     "ssl_certfile": "pyproject.toml",
 }
@@ -88,7 +89,7 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
     ],
 )
 def test_flags_of_the_engine(flags: list[str], key: str, value: object) -> None:
-    node: object = parse(flags, {}).engine
+    node: object = parse(flags, {}).models[0].engine
     for part in key.split("."):
         node = getattr(node, part)
     assert node == value
@@ -120,6 +121,7 @@ def test_a_flag_wins_over_its_variable() -> None:
         (["--model.dtype", "fp16"], {}, "--model.dtype must be one of auto, float32, bfloat16, float16"),
         (["--api-key", ""], {}, "api_key must be"),
         (["--served-model-name", ""], {}, "served_model_name is empty"),
+        (["--gpus", "cuda:0"], {}, "gpus must be numbers of GPUs divided by commas"),
         (["--use-cuda-graph", "--graphs.capture", "never"], {}, "use_cuda_graph is short for graphs.capture=always"),
         (["--dry-run"], {"MINI_INFER_MODEL__LOAD_FORMAT": "dummy"}, "dry_run is short for"),
         (["tiny-target", "stray"], {}, "unknown argument 'stray'"),

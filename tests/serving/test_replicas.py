@@ -25,7 +25,7 @@ from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.link.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 from mini_infer.serving.processes.async_engine import MOST_RERUNS, AsyncEngine, EngineDead
-from mini_infer.serving.processes.engines import environments
+from mini_infer.serving.processes.gpus import environments
 from mini_infer.serving.processes.launch import PREFIX
 
 TEXT = "/v1/completions"

@@ -28,9 +28,12 @@ class Outcome:
     error: BaseException | None = None
 
 
-def run(rounds: Sequence[tuple[str, Callable[[], None]]]) -> Outcome:
+def run(rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], str] = str) -> Outcome:
     """Runs named rounds in order, each of which keeps its findings at its very end. An error or Ctrl-C ends the run
-    there; where no round has been finished, it is raised.
+    there; where nothing is kept, it is raised.
+
+    Args:
+        begun: says what is kept of the first round where that was not finished; empty: nothing.
 
     What is alive now is out of the garbage collector's sight meanwhile: a full pass over a process that has imported
     torch takes a few tenths of a second, and would fall on whoever happens to trigger it."""
@@ -41,10 +44,11 @@ def run(rounds: Sequence[tuple[str, Callable[[], None]]]) -> Outcome:
             try:
                 work()
             except (Exception, KeyboardInterrupt) as error:
-                if not done:
+                kept = f"{done} of {len(rounds)} rounds are kept" if done else begun()
+                if not kept:
                     raise
                 why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                return Outcome(f"incomplete: {why} in {name}; {done} of {len(rounds)} rounds are kept", error)
+                return Outcome(f"incomplete: {why} in {name}; {kept}", error)
     finally:
         gc.unfreeze()
     return Outcome(COMPLETE)

@@ -51,6 +51,7 @@ class Session:
         self.kernels: list[KernelRow] = []
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
+        self.begun = ""  # what is kept of the first round, where Ctrl-C came before its end
         self.labels = terms.labels
         self.cells = measured
         self._repeats = repeats
@@ -81,12 +82,18 @@ class Session:
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
-        passes = []
+        passes: list[tuple[Cell, list[Pass]]] = []
         order = [variant for variant in self.order(repeat, again=True) if (variant, point.name) in self.cells]
         for cell in (self.cells[variant, point.name] for variant in order):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
+            except KeyboardInterrupt:
+                if passes and not self.ledger.rounds:  # else whole rounds tell more
+                    self.ledger.enter(repeat, passes)
+                    kept = ", ".join(self.labels[done.variant] for done, _ in passes)
+                    self.begun = f"of the first round is kept: {kept}"
+                raise
             except (PeerAbsent, PeerError) as lost:
                 if len(self._absent) + 1 == len(self.labels):
                     raise  # there is nothing else to measure

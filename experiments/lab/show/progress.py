@@ -15,8 +15,15 @@ TOLD_S = 5.0  # from one word about a pass under way to the next
 
 
 class Steps:
-    """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step."""
+    """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step.
 
+    Attributes:
+        pace: how far the step that is under way has come, and how long all of them take like that; empty before it is
+            known.
+    """
+
+    pace = ""
+    _begun = 0.0  # when the step that is under way was
     _told = 0.0  # when the step that is under way was last spoken of
 
     def __init__(self, title: str) -> None:
@@ -59,6 +66,7 @@ class Steps:
         self._bar.update(self._task, completed=self._done)
         left = self._left()
         self._done += 1
+        self._begun, self.pace = time.monotonic(), ""
         self._text = f"{self._title}: {what}{left}"
         self._told = time.monotonic()
         self._say(self._text, f"[{self._done}/{self._total}] ")
@@ -71,6 +79,11 @@ class Steps:
             self.tell(done, total)
 
     def tell(self, done: int, total: int) -> None:
+        seconds = time.monotonic() - self._begun
+        if done:
+            self.pace = f"{done} of {total} requests were answered after {seconds:.0f} s"
+            whole = seconds * total / done * self._total
+            self.pace += f": at that pace the run's {self._total} passes take about {whole / 60:.0f} min"
         self._say(f"{self._text}: {done} of {total} requests", "    ")
 
     def _left(self) -> str:

@@ -52,7 +52,7 @@ class Terms:
 
 
 class Ledger:
-    """A round is entered whole: what stops a run in the middle of one leaves nothing of it."""
+    """A round is entered whole: what stops a run in the middle of one leaves nothing of it, unless it is the first."""
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,9 @@ from mini_infer.runtime.text.conversation import Conversation, checked_messages,
 
 VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_importing = (
+    threading.Lock()
+)  # transformers imports its parts when they are asked for, which two threads cannot at once
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -40,9 +44,10 @@ def _load_hf(name: str) -> Any | None:
     source = folder if folder.is_dir() else name
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
         return None
-    # Takes a second to import, which the dry model need not wait for.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    with _importing:
+        # Takes a second to import, which the dry model need not wait for.
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
         settings = get_tokenizer_config(source)

@@ -17,6 +17,7 @@ from mini_infer.modeling.model import Model
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
+_CONTEXT = 768 * 2**20  # what a process has on a GPU beside its tensors: the driver's context, libraries, kernels
 
 
 def require_room_for_weights(needed: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,12 +33,14 @@ def require_room_for_weights(needed: int, name: str, dtype: torch.dtype, device:
 
 
 def kv_memory(cache: CacheConfig, device: torch.device, step_bytes: int = 0) -> int:
-    """Bytes that KV may take beside what is on the device already and the `step_bytes` that a step takes, with the
-    graphs of its pieces."""
+    """Bytes that KV may take beside what is on the device already (of this process, where it shares the GPU) and the
+    `step_bytes` that a step takes, with the graphs of its pieces."""
     if cache.memory_gib is not None or device.type != "cuda":
         return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * cache.gpu_memory_utilization) - (total - free) - step_bytes - _GRAPHS_RESERVE)
+    # What others hold at this moment says nothing: they may be about to start.
+    used = torch.cuda.memory_reserved(device) + _CONTEXT if cache.gpu_shared else total - free
+    return max(0, min(int(total * cache.gpu_memory_utilization) - used, free) - step_bytes - _GRAPHS_RESERVE)
 
 
 def allocate_kv(model: Model, num_blocks: int, block_size: int, allocate: Allocate | None = None) -> KVStore:

@@ -125,7 +125,7 @@ class ModelCard(ApiModel):
     created: int
     owned_by: str = "mini-infer"
     root: str
-    max_model_len: int
+    max_model_len: int | None = None  # None: the model is being loaded
 
 
 class ModelList(ApiModel):

@@ -24,14 +24,14 @@ from mini_infer.serving.api.chat.chat import chat
 from mini_infer.serving.api.chat.conversation import as_messages
 from mini_infer.serving.api.chat.responses import respond
 from mini_infer.serving.api.completions import complete
-from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.api.errors import MODEL, ApiError
+from mini_infer.serving.api.gateway import Gateway, Model
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
 from mini_infer.serving.http.acceptor import allow_many_open_files
 from mini_infer.serving.http.bodies import CheckedRoute
-from mini_infer.serving.link.replica import Replica
 from mini_infer.serving.metrics import CONTENT_TYPE
-from mini_infer.serving.narration import chosen, narrate
+from mini_infer.serving.narration import Narrator
 from mini_infer.serving.settings import ServerSettings, from_environment
 
 logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
@@ -59,28 +59,29 @@ def create_app(
     Args:
         settings: if not given, read from the environment when the app starts.
         on_engine_death: called when the engine process has been dead for LINGER_S.
-        engine_paths, accounts: as with Service.start.
+        engine_paths, accounts: as with Gateway.start.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         allow_many_open_files()
-        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths, accounts)
-        app.state.service = service
-        alone = service.settings.api_processes == 1  # else all of them would say the same
+        gateway = await Gateway.start(settings or _alone(from_environment(os.environ)), engine_paths, accounts)
+        app.state.gateway = gateway
+        alone = gateway.settings.api_processes == 1  # else all of them would say the same
+        every_s = gateway.settings.stats_interval
+        telling = None
         if alone:
-            logger.info("%s", chosen(service.model_name, service.engine.info))
-        every_s = service.settings.stats_interval
-        says = alone and every_s > 0
-        telling = asyncio.create_task(narrate(service.engine.replicas, every_s, logger)) if says else None
+            narrator = Narrator(gateway.models, logger)
+            narrator.tell()
+            telling = asyncio.create_task(narrator.tell_every(every_s)) if every_s > 0 else None
         if on_engine_death is not None:
-            service.engine.on_death = functools.partial(_linger, asyncio.get_running_loop(), on_engine_death)
+            gateway.on_engine_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))
         try:
             yield
         finally:
             if telling is not None:
                 telling.cancel()
-            await service.close()
+            await gateway.close()
 
     app = _App(
         title="mini-infer",
@@ -100,9 +101,11 @@ def create_app(
 
 
 def _alone(settings: ServerSettings) -> ServerSettings:
-    for name, number in (("api_processes", settings.api_processes), ("engines", settings.engine.parallel.engines)):
+    for name, number in (("api_processes", settings.api_processes), ("engines", settings.num_engines)):
         if number > 1:
             raise ConfigError(f"{name} above 1 needs mini-infer-serve, which makes them; an app is one process")
+    if settings.is_supervised:
+        raise ConfigError("gpus and parallel.launcher need mini-infer-serve, which starts engines where they say")
     for name in ("root_path", "allowed_origins", "ssl_certfile"):
         if getattr(settings, name) is not None:
             raise ConfigError(f"{name} needs mini-infer-serve; an app is served as whoever serves it was told")
@@ -114,21 +117,21 @@ class _App(FastAPI):
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
-                self.state.service.count_response(path, message["status"])
+                self.state.gateway.count(f"responses {path} {message['status']}", scope.get(MODEL))
             await send(message)
 
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
         scope[SERVER_SEND] = send
-        service: Service = self.state.service
+        gateway: Gateway = self.state.gateway
         # With the root path or without: the router takes both.
         paths = scope["path"], scope["path"].removeprefix(self.root_path)
-        if service.settings.key_everywhere and any(path in ABOUT for path in paths):
+        if gateway.settings.key_everywhere and any(path in ABOUT for path in paths):
             try:
-                service.callers.enter(Request(scope))
+                gateway.callers.enter(Request(scope))
             except ApiError as error:
-                service.count_refusal(error.code or "")
+                gateway.count(f"refused {error.code}")
                 await error.response()(scope, receive, counted)
                 return
         await super().__call__(scope, receive, counted)
@@ -139,8 +142,15 @@ def _linger(loop: asyncio.AbstractEventLoop, end: Callable[[], None], reason: st
     loop.call_later(LINGER_S, end)
 
 
-def _service(request: Request) -> Service:
-    return request.app.state.service
+def _gateway(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def _service(request: Request, name: str | None) -> Service:
+    """The model that a request names."""
+    model = _gateway(request).find(name)
+    request.scope[MODEL] = model.name
+    return model.require()
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -164,38 +174,16 @@ def _probe(path: str, *others: str, summary: str) -> Callable[[Endpoint], Endpoi
 
 @_probe("/healthz", "/health", summary="Whether the engine lives, with its settings; also as /health")
 async def healthz(request: Request) -> Response:
-    service = _service(request)
-    info, replicas = service.engine.info, [_about(replica) for replica in service.engine.replicas]
-    about = {
-        "model": service.model_name,
-        "max_model_len": info.max_model_len,
-        "engine_pid": replicas[0]["engine_pid"],
-        "replicas": replicas,
-        "api_pid": os.getpid(),
-        "api_processes": service.settings.api_processes,
-        "settings": info.settings,
-        "startup": info.startup,
-    }
-    if trouble := service.trouble:
-        return _json({**trouble, **about}, 503)
-    down = any(replica["status"] == "down" for replica in replicas)
-    return _json({"status": "degraded" if down else "ok", **about})
-
-
-def _about(replica: Replica) -> dict[str, Any]:
-    status = "draining" if replica.stats.draining else "ok"
-    return {
-        "replica": replica.number,
-        "engine_pid": None if replica.info is None else replica.info.pid,
-        "status": status if replica.failure is None else "down",
-        "reason": replica.failure,
-    }
+    gateway = _gateway(request)
+    if trouble := gateway.trouble:
+        return _json({**trouble, **gateway.about()}, 503)
+    return _json({"status": gateway.status(), **gateway.about()})
 
 
 @_probe("/readyz", "/ping", summary="Whether requests are taken; also as /ping")
 async def readyz(request: Request) -> Response:
-    service = _service(request)
-    not_ready = service.trouble or ({"status": "stopping"} if service.stopping else {})
+    gateway = _gateway(request)
+    not_ready = gateway.trouble or ({"status": "stopping"} if gateway.stopping else {})
     return _json(not_ready or {"status": "ready"}, 503 if not_ready else 200)
 
 
@@ -215,7 +203,7 @@ class _MetricsText(Response):
 
 @probes.get("/metrics", summary="For Prometheus", response_class=_MetricsText)
 async def metrics(request: Request) -> Response:
-    return _MetricsText(_service(request).metrics.render())
+    return _MetricsText(_gateway(request).metrics.render())
 
 
 # --- the OpenAI API -----------------------------------------------------------------------------------------------
@@ -225,21 +213,23 @@ EVENTS = {"text/event-stream": {"schema": {"type": "string"}, "example": 'data: 
 
 @api.get("/v1/models", tags=["models"], response_model=answers.ModelList)
 async def models(request: Request) -> Response:
-    return _json({"object": "list", "data": [_card(_service(request))]})
+    gateway = _gateway(request)
+    return _json({"object": "list", "data": [_card(gateway, model) for model in gateway.models]})
 
 
 @api.get("/v1/models/{name:path}", tags=["models"], response_model=answers.ModelCard)
 async def model(request: Request, name: str) -> Response:
-    _service(request).require_model(name)
-    return _json(_card(_service(request)))
+    gateway = _gateway(request)
+    return _json(_card(gateway, gateway.find(name)))
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(gateway: Gateway, model: Model) -> dict[str, Any]:
+    service = model.service
     card = answers.ModelCard(
-        id=service.model_name,
-        created=service.started,
-        root=service.settings.model,
-        max_model_len=service.engine.info.max_model_len,
+        id=model.name,
+        created=gateway.started,
+        root=model.settings.model,
+        max_model_len=None if service is None else service.engine.info.max_model_len,
     )
     return card.model_dump()
 
@@ -248,17 +238,17 @@ def _card(service: Service) -> dict[str, Any]:
     "/v1/chat/completions", tags=["generation"], responses={200: {"model": answers.ChatCompletion, "content": EVENTS}}
 )
 async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
-    return await chat(_service(request), body)
+    return await chat(_service(request, body.model), body)
 
 
 @api.post("/v1/completions", tags=["generation"], responses={200: {"model": answers.Completion, "content": EVENTS}})
 async def completions(request: Request, body: schema.CompletionRequest) -> Response:
-    return await complete(_service(request), body)
+    return await complete(_service(request, body.model), body)
 
 
 @api.post("/v1/responses", tags=["generation"], responses={200: {"model": answers.ResponseAnswer, "content": EVENTS}})
 async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
-    return await respond(_service(request), body)
+    return await respond(_service(request, body.model), body)
 
 
 NOT_HERE = {
@@ -278,8 +268,7 @@ for _path in NOT_HERE:
 
 @api.post("/tokenize", tags=["tokens"], response_model=answers.TokenizeResponse)
 async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
-    service = _service(request)
-    service.require_model(body.model)
+    service = _service(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt, a text, or messages, a conversation", param="prompt")
     if body.messages is not None:
@@ -291,8 +280,7 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
 
 @api.post("/detokenize", tags=["tokens"], response_model=answers.DetokenizeResponse)
 async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Response:
-    service = _service(request)
-    service.require_model(body.model)
+    service = _service(request, body.model)
     (text,) = await service.prompts.decode([body.tokens], "tokens")
     return _json({"prompt": text})
 

@@ -28,6 +28,7 @@ class Caller(NamedTuple):
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # whom this task serves
 current = _caller.get
+Count = Callable[[str, int], None]
 GiveBack = Callable[[int, int], None]  # told the generated tokens and the completions that have ended
 
 
@@ -35,13 +36,11 @@ class Callers:
     """
     Args:
         accounts: as `Accounts` takes it.
-        count: called with what the metrics count, and how much more of it there is.
     """
 
-    def __init__(self, settings: ServerSettings, accounts: int | None, count: Callable[[str, int], None]) -> None:
+    def __init__(self, settings: ServerSettings, accounts: int | None) -> None:
         self._keys = settings.keys
         self._isolate = settings.isolate_keys
-        self._count = count
         self._accounts = Accounts(accounts, settings.api_processes)
 
     def enter(self, request: Request) -> None:
@@ -61,8 +60,11 @@ class Callers:
         """Of the request's cached prefixes: what one key has sent, no other can find out where keys are isolated."""
         return f"{current().name} {wanted}" if self._isolate else wanted
 
-    def take(self, prompt_tokens: int, completions: int) -> GiveBack:
+    def take(self, prompt_tokens: int, completions: int, count: Count) -> GiveBack:
         """Counts the client's request.
+
+        Args:
+            count: called with what the metrics count, and how much more of it there is.
 
         Returns:
             What is to be called until all completions have ended.
@@ -77,14 +79,14 @@ class Callers:
             try:
                 self._accounts.take(name, limits, prompt_tokens, completions)
             except Exceeded as error:
-                self._count(f"key_refusals {name}", 1)
+                count(f"key_refusals {name}", 1)
                 message = f"the key {name!r} has reached its limit: {error}"
                 raise try_later(message, "rate_limit_exceeded", error.retry_after + 0.5) from None
-        self._count(f"key_requests {name}", 1)
-        self._count(f"key_prompt_tokens {name}", prompt_tokens)
+        count(f"key_requests {name}", 1)
+        count(f"key_prompt_tokens {name}", prompt_tokens)
 
         def give_back(generated_tokens: int, completions: int) -> None:
-            self._count(f"key_generation_tokens {name}", generated_tokens)
+            count(f"key_generation_tokens {name}", generated_tokens)
             if limits.is_limited:
                 self._accounts.give_back(name, limits, generated_tokens, completions)
 

@@ -21,7 +21,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def complete(service: Service, body: CompletionRequest) -> Response:
-    service.require_model(body.model)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     more: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 INVALID = "invalid_request_error"
 API_NAMES = {"grammar": "response_format"}  # where a field's name is not that of SamplingParams
 NO_OBJECT = 'the body must be a JSON object, such as {"model": ...}'
+MODEL = "mini_infer.model"  # in the scope: the name of the model that the request chose
 LONGEST_MESSAGE = 2000  # characters: a message may quote what it complains about
 
 
@@ -122,7 +123,7 @@ def install(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         told = as_api_error(error)
-        request.app.state.service.count_refusal(told.code or str(told.status))
+        request.app.state.gateway.count(f"refused {told.code or told.status}", request.scope.get(MODEL))
         return told.response()
 
     for kind in (ApiError, MiniInferError, RequestValidationError, HTTPException, Exception):

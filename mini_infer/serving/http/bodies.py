@@ -26,7 +26,7 @@ from mini_infer.serving.api.errors import NO_OBJECT, ApiError
 from mini_infer.serving.api.schema import LONG_FIELDS, MAX_ENTRIES
 
 if TYPE_CHECKING:
-    from mini_infer.serving.api.service import Service
+    from mini_infer.serving.api.gateway import Gateway
 
 LARGE = 2**16  # bytes; what is smaller is parsed in a few milliseconds at most
 PIECE = 2**15  # bytes: a millisecond, about
@@ -45,13 +45,13 @@ class CheckedRoute(APIRoute):
         large_bodies = None if self.body_field is None else LargeBodies(_field_names(self.body_field))
 
         async def handle(request: Request) -> Response:
-            service: Service = request.app.state.service
-            service.callers.enter(request)
+            gateway: Gateway = request.app.state.gateway
+            gateway.callers.enter(request)
             if large_bodies is None:
                 return await handler(request)
             _require_json(request)
-            with service.arriving(), service.unfinished.body() as grow:
-                body = await _read(request, service.settings.max_body_bytes, grow)
+            with gateway.arriving(), gateway.unfinished.body() as grow:
+                body = await _read(request, gateway.settings.max_body_bytes, grow)
             content = parse_json(body) if len(body) <= LARGE else await large_bodies.parse(body)
             return await handler(_Parsed(request, body, content))
 

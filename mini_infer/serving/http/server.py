@@ -36,7 +36,7 @@ async def serve(
     Args:
         source: of connections: a bound socket, at which this process listens, or the supervisor who accepts them.
         on_ready: called when they may come.
-        engine_paths, accounts: as with Service.start.
+        engine_paths, accounts: as with Gateway.start.
 
     Returns:
         The exit code: 0 after a signal, 1 when the engine died.
@@ -58,7 +58,7 @@ async def serve(
     gc.freeze()  # what lives as long as the process need not be looked at again and again
     try:
         await server.serve()
-        return 1 if app.state.service.engine.failure else 0
+        return 1 if app.state.gateway.failure else 0
     finally:
         await starting.__aexit__(None, None, None)
 
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
             min(settings.max_connections, room_for_connections()),
             settings.header_timeout,
             settings.body_timeout,
-            lambda status: app.state.service.count_response("other", status),
+            lambda status: app.state.gateway.count(f"responses other {status}"),
         )
         if isinstance(source, socket.socket):
             self._source: Handover | Acceptor = Acceptor(source, self._take, self._limits.make_room)
@@ -124,10 +124,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _stop_app(self) -> None:
-        service = self._app.state.service
-        if not service.stopping:
-            service.stop()
-            self._loop.call_later(self._settings.shutdown_timeout, service.end_running)
+        gateway = self._app.state.gateway
+        if not gateway.stopping:
+            gateway.stop()
+            self._loop.call_later(self._settings.shutdown_timeout, gateway.end_running)
 
     def _on_supervisors_end(self) -> None:
         self.should_exit = True

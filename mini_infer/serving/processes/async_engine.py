@@ -29,6 +29,9 @@ class AsyncEngine:
     """A connection to an engine process. `start` makes the process too; `connect` uses others', of which there can be
     several: a router deals the requests, and what one loses before it has begun is asked of another.
 
+    Args:
+        kept: whoever supervises the engines starts another one for each that ends.
+
     Attributes:
         replicas: the engines.
         info: what the first of them turned out to be, and the least of their max_model_len.
@@ -43,6 +46,7 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         patience: float,
         num_prefill: int = 0,
+        kept: bool = False,
     ) -> None:
         infos = [replica.info for replica in replicas if replica.info is not None]
         self.replicas = replicas
@@ -51,6 +55,7 @@ class AsyncEngine:
         self._router = router
         self._patience = patience
         self._num_prefill = num_prefill
+        self._kept = kept
         self._num_submitted = 0
         self._closing = False
         self.on_death: Callable[[str], None] = lambda reason: None
@@ -99,11 +104,18 @@ class AsyncEngine:
             alone: no other process sends requests to them.
         """
         replicas = [Replica(number, path) for number, path in enumerate(socket_paths)]
+        return await cls.over(replicas, parallel, alone, startup_timeout, kept=len(replicas) > 1)
+
+    @classmethod
+    async def over(
+        cls, replicas: Sequence[Replica], parallel: ParallelConfig, alone: bool, startup_timeout: float, kept: bool
+    ) -> AsyncEngine:
+        """As `connect`, of replicas that nobody has opened."""
         try:
-            if len(replicas) == 1:
-                await replicas[0].open(startup_timeout)
-            else:
+            if kept:
                 await _first(replicas, startup_timeout)
+            else:
+                await replicas[0].open(startup_timeout)
             info = next(replica.info for replica in replicas if replica.info is not None)
             config = EngineConfig.from_dict(info.settings)
             tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
@@ -112,7 +124,7 @@ class AsyncEngine:
                 replica.close()
             raise
         router = Router(parallel.routing, len(replicas), config.cache, alone)
-        return cls(replicas, router, tokenizer, startup_timeout, parallel.prefill)
+        return cls(replicas, router, tokenizer, startup_timeout, parallel.prefill, kept)
 
     @property
     def stats(self) -> Stats:
@@ -134,12 +146,13 @@ class AsyncEngine:
         """Seconds since an engine last said something; one that lives does so every second."""
         return min((r.silence_s for r in self.replicas if r.failure is None), default=0.0)
 
-    def count(self, counts: dict[str, int]) -> None:
-        """Adds to `Stats.counted`, of one of the engines."""
+    def count(self, counts: dict[str, int]) -> bool:
+        """Adds to `Stats.counted`, of one of the engines; False where none can be told."""
         for replica in self.replicas:
             if replica.failure is None:
                 replica.count(counts)
-                break
+                return True
+        return False
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids. Raises RequestError."""
@@ -270,9 +283,9 @@ class AsyncEngine:
         if self._closing:
             return
         reason = replica.failure or ""
-        several = len(self.replicas) > 1
-        if several:
+        if len(self.replicas) > 1:
             reason = f"replica {replica.number}: {reason}"
+        if self._kept:
             self._router.restarted(replica.number)
             replica.keep_open(self._patience)
         for request in lost:
@@ -282,7 +295,7 @@ class AsyncEngine:
                 request.stream.fail(EngineDead(reason))
             else:
                 self._place_again(request, EngineDead(reason))
-        if not several:
+        if not self._kept:
             self.on_death(reason)
 
 

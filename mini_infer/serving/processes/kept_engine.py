@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ BACKSTOP_S = 5.0  # beyond the time that a drained engine has, until it is kille
 class KeptEngine(Listener):
     """
     Args:
+        name: for messages.
         make: a process that listens at a path.
         startup_timeout: seconds.
         hang_timeout: seconds without a sign of life after which it is ended.
@@ -41,15 +41,15 @@ class KeptEngine(Listener):
 
     def __init__(
         self,
-        number: int,
+        name: str,
         make: Callable[[str], EngineProcess | RayEngine],
-        folder: str,
+        socket_path: str,
         startup_timeout: float,
         hang_timeout: float,
         on_end: Callable[[KeptEngine, str], None],
     ) -> None:
-        self.number = number
-        self.socket_path = os.path.join(folder, f"engine-{number}")
+        self.name = name
+        self.socket_path = socket_path
         self.serves = asyncio.Event()
         self.failed_starts = 0
         self._make = make
@@ -106,7 +106,7 @@ class KeptEngine(Listener):
     async def _end_if_silent(self, link: Link) -> None:
         while (silence := time.monotonic() - link.heard) < self._hang_timeout:
             await asyncio.sleep(min(self._hang_timeout - silence, WATCH_S))
-        logger.error("replica %d has not said anything for %.0f s, and is ended", self.number, silence)
+        logger.error("%s has not said anything for %.0f s, and is ended", self.name, silence)
         await asyncio.to_thread(self._process.stop)
 
     async def _start_again(self) -> None:
@@ -120,7 +120,7 @@ class KeptEngine(Listener):
             self.failed_starts += 1
             self._on_end(self, f"it could not be started again: {error}")
         else:
-            logger.warning("replica %d serves again", self.number)
+            logger.warning("%s serves again", self.name)
 
     # --- what the engine says -------------------------------------------------------------------------------------
 

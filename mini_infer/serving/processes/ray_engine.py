@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.processes.engines import engines_asked, needs_no_gpu
+from mini_infer.serving.processes.gpus import engines_asked, needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
 from mini_infer.serving.processes.relay import Relay
 from mini_infer.transfer.address import connect_with, new_key

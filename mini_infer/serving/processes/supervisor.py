@@ -1,4 +1,4 @@
-"""Several API processes behind one port, and engine processes: who starts them, and what happens when one ends.
+"""Several API processes behind one port, and models' engine processes: who starts them, and what happens when one ends.
 
 The supervisor alone accepts connections, and hands each to the API process that has the fewest open. Were the listening
 socket shared, whoever happens to be awake would take what has come, up to the whole backlog at once; with SO_REUSEPORT
@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from mini_infer.core.errors import MiniInferError
 from mini_infer.serving.http.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
-from mini_infer.serving.processes.engines import ways_to_make
+from mini_infer.serving.processes.engines import engines_of
 from mini_infer.serving.processes.kept_engine import KeptEngine
 from mini_infer.serving.processes.launch import PREFIX
 from mini_infer.serving.settings import ServerSettings
@@ -51,6 +53,7 @@ class Supervisor:
         self._end = asyncio.Event()
         self._failure: str | None = None
         self._engines: list[KeptEngine] = []
+        self._replicas: list[KeptEngine] = []  # the engines that have others of the same model beside them
         self._rolling: asyncio.Task[None] | None = None
         self._engine_died = False
         self._accounts = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
@@ -68,7 +71,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal)
-        if self._settings.engine.parallel.engines > 1:
+        if any(model.engine.parallel.engines > 1 for model in self._settings.models):
             loop.add_signal_handler(signal.SIGHUP, self._restart_all)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, self._accounts:
             try:
@@ -170,26 +173,37 @@ class Supervisor:
 
     async def _make_engines(self, folder: str) -> list[asyncio.Task[None]]:
         """What waits until each serves."""
-        settings, opening = self._settings, []
-        number = settings.engine.parallel.engines
-        for replica, make in enumerate(await asyncio.to_thread(ways_to_make, settings.engine, settings.max_queued)):
-            self._engines.append(
-                KeptEngine(
-                    replica,
+        models, opening = self._settings.models, []
+        makes = await asyncio.to_thread(engines_of, models)
+        for model, of_model in zip(models, makes, strict=True):
+            for replica, make in enumerate(of_model):
+                among_models = [f"model {model.model_name!r}"] if len(models) > 1 else []
+                among_replicas = [f"replica {replica}"] if len(of_model) > 1 else []
+                engine = KeptEngine(
+                    ", ".join(among_models + among_replicas),
                     make,
-                    folder,
-                    settings.startup_timeout,
-                    settings.hang_timeout if number > 1 else math.inf,
+                    os.path.join(folder, f"engine-{len(self._engines)}"),
+                    model.startup_timeout,
+                    model.hang_timeout if self._settings.num_engines > 1 else math.inf,
                     self._take_end,
                 )
-            )
-            opening.append(asyncio.ensure_future(self._engines[-1].open()))
-            await asyncio.sleep(0)  # it connects: an engine that cannot start tells who listens
+                self._engines.append(engine)
+                self._replicas += [engine] if among_replicas else []
+                opening.append(asyncio.ensure_future(self._open(engine)))
+                await asyncio.sleep(0)  # it connects: an engine that cannot start tells who listens
         return opening
+
+    async def _open(self, engine: KeptEngine) -> None:
+        try:
+            await engine.open()
+        except MiniInferError as error:
+            if len(self._settings.models) == 1:
+                raise
+            raise type(error)(f"{engine.name}: {error}") from error
 
     def _take_end(self, engine: KeptEngine, reason: str) -> None:
         if len(self._engines) > 1:
-            reason = f"replica {engine.number}: {reason}"
+            reason = f"{engine.name}: {reason}"
             if engine.failed_starts < FAILED_STARTS or any(each.serves.is_set() for each in self._engines):
                 logger.error("%s", reason)
                 engine.start_again()
@@ -205,8 +219,8 @@ class Supervisor:
 
     async def _roll(self) -> None:
         """One replica after the other; one that does not come back keeps the others as they are."""
-        for engine in self._engines:
-            logger.warning("replica %d is being restarted", engine.number)
+        for engine in self._replicas:
+            logger.warning("%s is being restarted", engine.name)
             await engine.restart(self._settings.shutdown_timeout)
             await asyncio.sleep(SETTLE_S)
         logger.warning("all replicas have been restarted")

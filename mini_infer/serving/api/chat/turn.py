@@ -39,7 +39,6 @@ class Turn(NamedTuple):
 
 async def start_turn(service: Service, body: ChatRequest) -> Turn:
     """Raises RequestError or ApiError for what cannot be done."""
-    service.require_model(body.model)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tools = tool_use(body, service.tool_format)
     more: dict[str, Any] = {}
