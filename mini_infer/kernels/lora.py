@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NO_ADAPTER = -1  # where a slot may stand
+from mini_infer.core.request import NO_ADAPTER
 
 
 class LoraWeights(NamedTuple):
