@@ -56,7 +56,9 @@ class Adapters:
         self._slots: list[str | None] = [None] * self.num_slots  # what is in each
         self._of_request = np.full(num_requests + 1, NO_ADAPTER, dtype=np.int32)
         self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
-        tokens, groups = (torch.zeros(size, dtype=torch.int32, device=device) for size in (most_tokens, self.num_slots * 3))
+        tokens, groups = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (most_tokens, self.num_slots * 3)
+        )
         self._groups = Groups(tokens, groups.view(-1, 3))
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -132,7 +134,9 @@ class Adapters:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {folder.weights}: {error}") from error
         if missing:
-            raise ModelError(f"{folder.weights} has lora_A and not lora_B, or the other, of {', '.join(sorted(missing))}")
+            raise ModelError(
+                f"{folder.weights} has lora_A and not lora_B, or the other, of {', '.join(sorted(missing))}"
+            )
         if self._beside is not None:
             layers = [LoraWeights(own.a.pin_memory(), own.b.pin_memory(), own.parts) for own in layers]
         return layers

@@ -141,7 +141,9 @@ def load_model(
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
     # Other stages have the other layers.
-    other_layers = sorted(set(range(spec.whole.num_layers)) - set(range(spec.first_layer, spec.first_layer + spec.num_layers)))
+    other_layers = sorted(
+        set(range(spec.whole.num_layers)) - set(range(spec.first_layer, spec.first_layer + spec.num_layers))
+    )
     if adapters is not None:
         model.adapters = adapters
         adapters.load_named(other_layers)

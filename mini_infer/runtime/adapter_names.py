@@ -26,7 +26,7 @@ class AdapterNames:
         return iter(self._keys)
 
     def key(self, name: str | None) -> str:
-        """"" for none. Raises RequestError where there is no adapter of that name."""
+        """ "" for none. Raises RequestError where there is no adapter of that name."""
         if name is None:
             return ""
         if not isinstance(name, str) or name not in self._keys:

@@ -78,6 +78,8 @@ def test_a_tokens_numbers_are_the_same_in_any_company(weights: LoraWeights, devi
     slots = [(7 * i) % 6 - 1 for i in range(40)]
     together = applied(lora_kernels, x, weights, slots)
     for token in (0, 1, 2, 17, 39):
-        assert torch.equal(applied(lora_kernels, x[token : token + 1], weights, slots[token : token + 1])[0], together[token])
+        assert torch.equal(
+            applied(lora_kernels, x[token : token + 1], weights, slots[token : token + 1])[0], together[token]
+        )
     backwards = applied(lora_kernels, x.flip(0), weights, slots[::-1])
     assert torch.equal(backwards.flip(0), together)
