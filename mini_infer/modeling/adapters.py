@@ -56,10 +56,8 @@ class Adapters:
         self._slots: list[str | None] = [None] * self.num_slots  # what is in each
         self._of_request = np.full(num_requests + 1, NO_ADAPTER, dtype=np.int32)
         self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
-        tokens, groups = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in (most_tokens, self.num_slots * 3)
-        )
-        self._groups = Groups(tokens, groups.view(-1, 3))
+        order = torch.zeros(most_tokens, dtype=torch.int32, device=device)
+        self._groups = Groups(order, torch.zeros(self.num_slots, 3, dtype=torch.int32, device=device))
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def modes(self) -> Iterator[bool]:

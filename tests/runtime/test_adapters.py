@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -328,7 +327,7 @@ def test_a_file_that_is_cut_short_says_so(engine: LLMEngine, folders: dict[str, 
     with pytest.raises(ModelError, match="The file may be cut short"):
         engine.adapters.load("bad", str(bad.parent))
     bad.unlink()
-    with pytest.raises(ModelError, match="has no adapter_model.safetensors"):
+    with pytest.raises(ModelError, match=r"has no adapter_model\.safetensors"):
         engine.adapters.load("bad", str(bad.parent))
 
 
@@ -351,7 +350,7 @@ def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: 
 
 def test_an_engine_without_any_says_how_to_have_some(folders: dict[str, str]) -> None:
     plain = LLMEngine(EngineConfig.from_dict({"model": {"path": MODEL, "device": "cpu"}}))
-    with pytest.raises(ConfigError, match="lora.max_adapters=0: this engine has no adapters"):
+    with pytest.raises(ConfigError, match=r"lora\.max_adapters=0: this engine has no adapters"):
         plain.adapters.load("one", folders["one"])
     plain.close()
 
@@ -375,10 +374,4 @@ def test_graphs_give_what_a_request_gets_alone(numerics: str, capture: str, fold
     asked = [(prompt, name) for prompt in PROMPTS for name in (None, *NAMES)]
     alone = [tokens(engine, prompt, GREEDY, name)[0] for prompt, name in asked]
     assert tokens(engine, [prompt for prompt, _ in asked], GREEDY, [name for _, name in asked]) == alone
-    if numerics == "fast":
-        cpu = LLMEngine(
-            dataclasses.replace(config, model=ModelConfig(path=MODEL, device="cpu"), graphs=type(config.graphs)())
-        )  # type: ignore[arg-type]
-        assert [tokens(cpu, prompt, GREEDY, name)[0] for prompt, name in asked] == alone
-        cpu.close()
     engine.close()

@@ -1,4 +1,4 @@
-"""A linear method with adapters beside it: y = W x + B A x, W in any format, A and B of the adapter that each token has.
+"""A linear method with adapters beside it: y = W x + B A x, W in any format, A and B those that each token has.
 
     x ----> base ----------------> y --> += B s --> y      of tokens that have one
        '--> s = A x, beside it ----------'
