@@ -321,18 +321,19 @@ class LoraConfig:
     max_adapters: int = 0  # that requests of one batch can have between them: so many are on the device; 0: none
     max_rank: int = 16  # of an adapter
     adapters: dict[str, str] = field(default_factory=dict)  # those there are from the start: name -> PEFT folder
+    dummy: int = 0  # so many more of random weights and rank max_rank, named dummy-0, dummy-1, ...: to measure with
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 0, "max_adapters")
+        at_least(self, 0, "max_adapters", "dummy")
         at_least(self, 1, "max_rank")
         for name, path in self.adapters.items():
             if not (isinstance(name, str) and name and isinstance(path, str) and path):
                 raise ConfigError(f"lora.adapters must be names and folders, got {name!r}: {path!r}")
-        if self.adapters and not self.max_adapters:
+        if (self.adapters or self.dummy) and not self.max_adapters:
             raise ConfigError(
-                f"lora.adapters names {len(self.adapters)}, and lora.max_adapters=0 takes none: set it to how many a "
-                "batch may have between its requests"
+                f"lora.adapters and lora.dummy make {len(self.adapters) + self.dummy}, and lora.max_adapters=0 takes "
+                "none: set it to how many a batch may have between its requests"
             )
 
 

@@ -10,6 +10,7 @@ admission: so ranks agree, and what a slot held is written over behind the steps
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ from mini_infer.modeling.peft_folder import PeftFolder
 
 _PREFIX = "base_model.model."  # of what PEFT calls the model's own modules
 _LEAST_RANK = 16  # that a tensor core multiplies
+_DUMMY_SCALE = 0.1  # of what random adapters add, by what they read
 
 
 class Adapters:
@@ -45,11 +47,11 @@ class Adapters:
     def __init__(
         self, config: LoraConfig, num_requests: int, most_tokens: int, device: torch.device, kernels: Kernels
     ) -> None:
-        self.num_slots, self._max_rank = config.max_adapters, config.max_rank
+        self.num_slots = config.max_adapters
         self.rank = max(_LEAST_RANK, 1 << (config.max_rank - 1).bit_length())
         self.active = self._always = kernels.invariant
         self.keys: dict[str, str] = {}
-        self._named, self._device, self._kernels = config.adapters, device, kernels.lora
+        self._config, self._device, self._kernels = config, device, kernels.lora
         self._layers: list[AdaptedLinear] = []
         self._places: dict[str, tuple[int, int]] = {}  # module -> its layer, and the part that it is of that
         self._loaded: dict[str, list[LoraWeights]] = {}  # by key: of each layer, with one slot, on the host
@@ -85,13 +87,16 @@ class Adapters:
     def load_named(self, others: Sequence[int]) -> None:
         """Those that the config names. `others` are layers of the model that other stages have."""
         self._others = tuple(f"model.layers.{layer}." for layer in others)
-        for name, path in self._named.items():
+        for name, path in self._config.adapters.items():
             self.keys[name] = self.load(path)
+        for number in range(self._config.dummy):
+            name = f"dummy-{number}"
+            self.keys[name], self._loaded[name] = name, self._draw(number)
 
     def load(self, path: str) -> str:
         """Reads a PEFT folder to host memory, unless an equal one is there. Returns its key. Raises ModelError, and
         keeps nothing, where it cannot be served."""
-        folder = PeftFolder.read(path, self._max_rank)
+        folder = PeftFolder.read(path, self._config.max_rank)
         if folder.key not in self._loaded:
             self._loaded[folder.key] = self._read(folder)
         return folder.key
@@ -101,11 +106,24 @@ class Adapters:
         self._loaded.pop(key, None)
         self._slots = [None if held == key else held for held in self._slots]
 
+    def _empty(self, device: torch.device) -> list[LoraWeights]:
+        stacks = [(layer, layer.stack.a) for layer in self._layers]
+        return [layer.empty(1, a.shape[3], self.rank, a.dtype, device) for layer, a in stacks]
+
+    def _draw(self, number: int) -> list[LoraWeights]:
+        """Random weights, the same from run to run and on any number of ranks. They stay on the device, since thousands
+        of page-locked tensors would take their time."""
+        layers, rank = self._empty(self._device), self._config.max_rank
+        for module, (index, part) in self._places.items():
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{module} {number}".encode()))
+            for kind in ("A", "B"):
+                shape = self._layers[index].shape_of(part, kind, rank)
+                drawn = torch.randn(shape, generator=generator, device=self._device) / shape[1] ** 0.5
+                self._layers[index].take(layers[index], part, kind, drawn * (_DUMMY_SCALE if kind == "B" else 1.0))
+        return layers
+
     def _read(self, folder: PeftFolder) -> list[LoraWeights]:
-        layers = [
-            layer.empty(1, layer.stack.a.shape[3], self.rank, layer.stack.a.dtype, torch.device("cpu"))
-            for layer in self._layers
-        ]
+        layers = self._empty(torch.device("cpu"))
         missing: set[str] = set()
         try:
             with safe_open(folder.weights, framework="pt", device="cpu") as tensors:
