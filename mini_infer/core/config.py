@@ -315,6 +315,29 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of the model's products, another for each request where that is asked (docs/lora.md)."""
+
+    max_adapters: int = 0  # that requests of one batch can have between them: so many are on the device; 0: none
+    max_rank: int = 16  # of an adapter
+    adapters: dict[str, str] = field(default_factory=dict)  # those there are from the start: name -> PEFT folder
+    dummy: int = 0  # so many more of random weights and rank max_rank, named dummy-0, dummy-1, ...: to measure with
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        at_least(self, 0, "max_adapters", "dummy")
+        at_least(self, 1, "max_rank")
+        for name, path in self.adapters.items():
+            if not (isinstance(name, str) and name and isinstance(path, str) and path):
+                raise ConfigError(f"lora.adapters must be names and folders, got {name!r}: {path!r}")
+        if (self.adapters or self.dummy) and not self.max_adapters:
+            raise ConfigError(
+                f"lora.adapters and lora.dummy make {len(self.adapters) + self.dummy}, and lora.max_adapters=0 takes "
+                "none: set it to how many a batch may have between its requests"
+            )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
 
@@ -325,6 +348,7 @@ class EngineConfig:
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     numerics: Numerics = Numerics.fast  # in which order sums are made
     seed: int | None = None  # what the seeds of requests that bring none are made from; default: fresh each time
 
@@ -339,6 +363,7 @@ class EngineConfig:
             graphs: GraphsConfig = ...,
             speculation: SpeculationConfig = ...,
             parallel: ParallelConfig = ...,
+            lora: LoraConfig = ...,
             numerics: Numerics = ...,
             seed: int | None = ...,
         ) -> None: ...
@@ -383,6 +408,15 @@ class EngineConfig:
                         f"{name}={value} with parallel.prefill or parallel.decode: only the blocks of the model itself "
                         f"are sent. Set another {name}, or parallel.replicas instead"
                     )
+        if self.lora.max_adapters:
+            asked = f"lora.max_adapters={self.lora.max_adapters}"
+            if self.model.load_format is LoadFormat.dry:
+                raise ConfigError(f"{asked}: a dry model has no weights to adapt. Set lora.max_adapters=0")
+            if self.parallel.prefill or self.parallel.decode:
+                raise ConfigError(
+                    f"{asked} with parallel.prefill or parallel.decode: an engine does not tell the other which "
+                    "adapter a prompt has. Set parallel.replicas instead"
+                )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(
                 f"parallel.pipeline={self.parallel.pipeline} with model.count_experts=true: each stage would count the "

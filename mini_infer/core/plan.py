@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mini_infer.core.request import SamplingParams, TokenLogprob
+from mini_infer.core.request import NO_ADAPTER, SamplingParams, TokenLogprob
 
 NO_DRAFT = -1  # where a token id may stand
 NONE: Mapping[int, Any] = {}  # nobody writes to it
@@ -26,6 +26,8 @@ class Admission(NamedTuple):
     params: SamplingParams
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence (unless ignored) and stop tokens
+    adapter: str = ""  # by the key of its contents; "": none
+    adapter_slot: int = NO_ADAPTER  # where on the device it is to be
 
 
 class Growth(NamedTuple):

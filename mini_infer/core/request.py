@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from mini_infer.core.sampling_params import SamplingParams
 
+NO_ADAPTER = -1  # where a slot of adapters may stand
 Rank = tuple[float, int]  # the smaller goes first; the second number counts arrivals
 
 
@@ -99,6 +100,7 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str = ""
+    adapter: str = ""  # the key of its contents, which is part of the salt, too; "": none
     fork_of: Request | None = None  # the sibling (n > 1) whose prompt blocks this one shares
     constraint: Constraint | None = None  # it has taken in the whole output
     prefill_at: str | None = None  # the engine that may compute its prompt (transfer/protocol.py)
@@ -119,6 +121,7 @@ class Request:
     rank: Rank = field(init=False, default=(0.0, 0))  # given by the scheduler; unique
     status: RequestStatus = field(init=False, default=RequestStatus.waiting)
     req_index: int | None = field(init=False, default=None)  # its row in the device's request state, while in the batch
+    adapter_slot: int = field(init=False, default=NO_ADAPTER)  # while in the batch
     is_announced: bool = field(init=False, default=False)  # the device knows that this row is its own
     # Up to here the scheduler has nothing to decide: its next token needs no block and is not beyond its end
     # (grow_after), and the one that comes fills no block and does not end it (quiet_until). 0: not known.

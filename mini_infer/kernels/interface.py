@@ -193,6 +193,7 @@ class Kernels(Protocol):
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
     all_reduce: ModuleType | None  # kernels/all_reduce.py, for sums over ranks
     dispatch: ModuleType | None  # kernels/moe/dispatch.py, for experts of other ranks
+    lora: ModuleType  # kernels/lora.py, or lora_kernels.py
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels import lora
 from mini_infer.kernels.interface import (
     ExpertWeights,
     Kernels,
@@ -46,6 +47,7 @@ class TorchKernels:
     gemv: ModuleType | None = None
     all_reduce: ModuleType | None = None
     dispatch: ModuleType | None = None
+    lora: ModuleType = lora
 
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
@@ -174,13 +176,21 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import all_reduce, gemv, rms_norm, rope_and_store, rope_and_store_latent, silu_mul
+        from mini_infer.kernels import (
+            all_reduce,
+            gemv,
+            lora_kernels,
+            rms_norm,
+            rope_and_store,
+            rope_and_store_latent,
+            silu_mul,
+        )
         from mini_infer.kernels.moe import dispatch, experts, route
         from mini_infer.kernels.quantized import gemv as quantized_gemv
         from mini_infer.kernels.quantized import linear as quantized_linear
         from mini_infer.kernels.quantized.tokens import quantize_tokens
 
-        self.gemv, self.all_reduce, self.dispatch = gemv, all_reduce, dispatch
+        self.gemv, self.all_reduce, self.dispatch, self.lora = gemv, all_reduce, dispatch, lora_kernels
         self._quantized, self._quantized_gemv = quantized_linear, quantized_gemv
         self._quantize_tokens = quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm

@@ -59,8 +59,8 @@ class Shards:
         self._name, self._shape, self._build, self._parallel = name, shape, build, build.parallel
         self._whole = shape.of_all(build.parallel.size)
 
-    def apply(self, method: LinearMethod, x: Tensor | Gated) -> Part:
-        """This rank's part of what the ranks' products of their own inputs add up to."""
+    def apply(self, method: LinearMethod, x: Tensor | Gated) -> Part | Tensor:
+        """This rank's part of what the ranks' products of their own inputs add up to, or that sum."""
         return method.apply_shared(x, self._parallel)
 
     def filled(self, method: LinearMethod) -> None:
@@ -109,6 +109,8 @@ class Linear(Layer):
         self._name = name
         shape = LinearShape(in_size, parts, bias, parallel, copies)
         self.method = build.linear_method(name, shape, build)
+        if build.adapters is not None:
+            self.method = build.adapters.adapt(name, shape, self.method, build)
         for key, weight in self.method.weights().items():
             self.register_parameter(key, weight)
         self._kernels = build.kernels

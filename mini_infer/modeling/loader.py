@@ -23,6 +23,7 @@ from mini_infer.core.config import (
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
+from mini_infer.modeling.adapters import Adapters
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
@@ -129,14 +130,23 @@ def load_model(
     linear_method: LinearMethodFactory | None = None,
     parallel: ParallelContext = ONE_RANK,
     experts: ExpertRanks = ALL_EXPERTS,
+    adapters: Adapters | None = None,
 ) -> Model:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
     limit), computing with `kernels` (default: torch's) and with linear methods of its own (default: the spec's). Of a
     model that ranks share, `spec` is a rank's. Raises ModelError, naming the tensor and the file."""
-    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec), parallel, experts)
+    method = linear_method or _linear_method(spec)
+    build = Build(dtype, device, kernels or TorchKernels(), method, parallel, experts, adapters)
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
+    # Other stages have the other layers.
+    other_layers = sorted(
+        set(range(spec.whole.num_layers)) - set(range(spec.first_layer, spec.first_layer + spec.num_layers))
+    )
+    if adapters is not None:
+        model.adapters = adapters
+        adapters.load_named(other_layers)
     if config.count_experts and isinstance(model, Decoder):
         model.count_experts()
     if config.load_format is LoadFormat.dummy:
@@ -146,11 +156,9 @@ def load_model(
         if model.kv_scales is None:
             ignored = (*ignored, "k_scale", "v_scale")
         held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
-        # Other stages have the other layers. DeepSeek-V3 brings some behind the last, which predict further tokens.
-        num_layers = spec.whole.num_layers
-        others = set(range(num_layers + getattr(spec.config, "num_mtp_layers", 0)))
-        others -= set(range(spec.first_layer, spec.first_layer + spec.num_layers))
-        skipped = tuple(f"model.layers.{layer}." for layer in sorted(others))
+        # DeepSeek-V3 brings layers behind the last, which predict further tokens.
+        behind = range(spec.whole.num_layers, spec.whole.num_layers + getattr(spec.config, "num_mtp_layers", 0))
+        skipped = tuple(f"model.layers.{layer}." for layer in (*other_layers, *behind))
         for name, own in (
             ("model.embed_tokens", spec.is_first or (spec.is_last and spec.tie_word_embeddings)),
             ("model.norm", spec.is_last),

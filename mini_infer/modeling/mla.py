@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Linear(name, spec.q_rank, {"q_b_proj": q_size}, False, Parallel.column, build)
         self.kv_a_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.rank, _EPS, build)
         made = spec.num_heads * (spec.nope_dim + spec.value_dim)
-        plain = replace(build, linear_method=kept_plain(build.linear_method))
+        plain = replace(build, linear_method=kept_plain(build.linear_method), adapters=None)  # not always a product
         self.kv_b_proj = Linear(name, spec.rank, {"kv_b_proj": made}, False, Parallel.column, plain)
         o_parts = {"o_proj": model.hidden_size}
         self.o_proj = Linear(name, spec.num_heads * spec.value_dim, o_parts, spec.bias, Parallel.row, build)

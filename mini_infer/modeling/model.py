@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.parallel.expert_copies import HotExperts
 from mini_infer.parallel.expert_meter import Meter
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.adapters import Adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,7 @@ class Model(nn.Module):
             to; None where they are not counted.
         expert_meter: of bringing them there, where ranks share experts and tokens are counted.
         hot_experts: what places copies of experts between steps; None where there is no room for any.
+        adapters: that tokens may have; None where there are none.
         inbox: [most tokens, H], where a stage that is not the first reads its hidden states; None where it is.
     """
 
@@ -68,6 +73,7 @@ class Model(nn.Module):
     expert_counts: Tensor | None = None
     expert_meter: Meter | None = None
     hot_experts: HotExperts | None = None
+    adapters: Adapters | None = None
     inbox: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -147,7 +147,7 @@ def safetensors_files(folder: Path) -> list[Path]:
             raise ModelError(
                 f"{folder} has no {file.name}{hint}. Without weights, model.load_format=dummy runs the shape"
             )
-        _require_whole(file)
+        require_whole(file)
     return files
 
 
@@ -160,7 +160,7 @@ def _require_fetched(file: Path) -> None:
             )
 
 
-def _require_whole(file: Path) -> None:
+def require_whole(file: Path) -> None:
     """By its header: eight bytes with the length of the JSON behind them, which says where each tensor's bytes end."""
     try:
         _require_fetched(file)

@@ -133,8 +133,7 @@ class MoE(nn.Module):
         if self.shared is None:
             return total + y, None
         part, residual = self.shared.add(x, total)
-        assert isinstance(part, Part)
-        return self._gated(x, part.sum()) + y, residual
+        return self._gated(x, part.sum() if isinstance(part, Part) else part) + y, residual
 
     def _gated(self, x: Tensor, shared: Tensor) -> Tensor:
         """What shared experts make of x, or a part of it, times what their gate does."""

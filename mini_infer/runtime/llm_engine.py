@@ -14,6 +14,7 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig, Launcher
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.request import Export, Request, RequestOutput, SamplingParams
+from mini_infer.runtime.adapter_names import AdapterNames
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.executor.base import make_executor
 from mini_infer.runtime.scheduler.scheduler import Scheduler
@@ -95,6 +96,7 @@ class LLMEngine:
         self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept, self.receiver)
         self.records = self.core.records  # the latest StepRecords, oldest first
         self.observers = self.core.observers  # each is called with every StepRecord
+        self.adapters = AdapterNames(executor, self.config.lora.max_rank, self._outputs.unfinished)
         self._num_requests = 0
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 
@@ -103,7 +105,10 @@ class LLMEngine:
         config, overlap, stages = self.config, executor.overlap, executor.stages
         kv = KVManager.of(config.cache, executor.limits, executor.files)
         speculator = make_speculator(config.speculation, self.vocab_size, executor.step_costs)
-        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages, self.receiver)
+        num_adapters = config.lora.max_adapters
+        return Scheduler(
+            config.scheduler, kv, config.cache.watermark, speculator, overlap, stages, self.receiver, num_adapters
+        )
 
     @property
     def scheduler(self) -> Scheduler:
@@ -116,20 +121,29 @@ class LLMEngine:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
+        adapters: str | Sequence[str | None] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or many, and returns their finished outputs in order.
 
         Args:
             params: for all prompts, or one for each.
+            adapters: the name of one for all prompts, or one or None for each.
             on_output: called with each request's output as it finishes (for a progress bar, say).
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none of them is.
         """
         checked = [self._check(prompt, own) for prompt, own in pair_prompts(prompts, params)]
+        names = [adapters] * len(checked) if adapters is None or isinstance(adapters, str) else adapters
+        if len(names) != len(checked):
+            raise RequestError(f"{len(checked)} prompts but {len(names)} adapters: give one, or one each", "adapter")
+        keys = [self.adapters.key(name) for name in names]
         inbox: deque[RequestOutput] = deque()
-        ids = [self._enqueue(request, stream=False, inbox=inbox) for request in checked]
+        ids = [
+            self._enqueue(request, stream=False, inbox=inbox, adapter=key)
+            for request, key in zip(checked, keys, strict=True)
+        ]
         done: dict[str, RequestOutput] = {}
         with contextlib.closing(self._follow(ids, inbox)) as outputs:
             for output in outputs:
@@ -176,6 +190,7 @@ class LLMEngine:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
         stream: bool = True,
         prefill_at: str | None = None,
         export: Export | None = None,
@@ -185,7 +200,8 @@ class LLMEngine:
         Args:
             priority: smaller goes first, with scheduler.policy=priority.
             arrival_time: on the engine's clock; now, if not given.
-            cache_salt: requests share cached prefixes only with requests of the same salt.
+            cache_salt: requests share cached prefixes only with requests of the same salt, and of the same adapter.
+            adapter: its name.
             stream: outputs in every step that brings something new; else one output at the end.
             prefill_at: the address of an engine that may compute the prompt.
             export: where another engine wants the prompt's KV.
@@ -203,8 +219,10 @@ class LLMEngine:
         if request_id is not None and request_id in self._outputs:
             raise RequestError(f"a request {request_id!r} is running already: choose another request_id", "request_id")
         checked_text(cache_salt, "cache_salt")
+        key = self.adapters.key(adapter)
         checked = self._check(prompt, params)
         about: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time, "cache_salt": cache_salt}
+        about["adapter"] = key
         return self._enqueue(checked, request_id, stream, **about, prefill_at=prefill_at, export=export)
 
     def step(self) -> list[RequestOutput]:
@@ -262,6 +280,8 @@ class LLMEngine:
         stream: bool = True,
         inbox: deque[RequestOutput] | None = None,
         arrival_time: float | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
         **about: Any,
     ) -> str:
         text, token_ids, params, grammar = checked
@@ -286,6 +306,8 @@ class LLMEngine:
                 seed=(seed + index * 0x9E3779B97F4A7C15) % 2**63,
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 fork_of=leader,
+                adapter=adapter,
+                cache_salt=f"{cache_salt}\0{adapter}" if adapter else cache_salt,
                 constraint=None if grammar is None else grammar.start(),
                 **about,
             )

@@ -147,7 +147,7 @@ def test_chunks_and_hits_and_preemption_compose_with_graphs(shape: str) -> None:
 def replays(engine: LLMEngine) -> list[bool]:
     """Grows with every step that no decode graph takes: whether pieces took it."""
     model, taken = engine.executor.runner._model, []
-    pieces = model._pieces  # type: ignore[attr-defined]
+    pieces = model._pieces[False]  # type: ignore[attr-defined]
     replay = pieces.replay
 
     def noted(*args: Any) -> Any:

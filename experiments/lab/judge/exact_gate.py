@@ -234,7 +234,10 @@ def layers_of(config: EngineConfig) -> int:
 
 
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
-    outputs = engine.generate([prompt for prompt, _ in questions], [params for _, params in questions])
+    names = list(engine.adapters)  # whoever asks has the same one alone and in company
+    adapters = [names[(params.seed or 0) % len(names)] for _, params in questions] if names else None
+    prompts, params = [prompt for prompt, _ in questions], [params for _, params in questions]
+    outputs = engine.generate(prompts, params, adapters=adapters)
     done = [output.outputs[0] for output in outputs]
     nothing: Sequence[None] = [None] * MOST_TOKENS
     return [list(zip(each.token_ids, each.logprobs or nothing[: len(each.token_ids)], strict=True)) for each in done]

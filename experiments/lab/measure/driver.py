@@ -35,6 +35,7 @@ class Drive:
         names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
         self._outcomes = Outcomes(items, names, engine.clock)
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
+        self._adapters = list(engine.adapters) or [None]  # requests have them in turn
         self._index_of = {name: index for index, name in enumerate(names)}
         self._failures, self._last_error = 0, ""
 
@@ -75,6 +76,7 @@ class Drive:
                 self._params[index],
                 request_id=outcomes.names[index],
                 priority=outcomes.items[index].priority,
+                adapter=self._adapters[index % len(self._adapters)],
                 arrival_time=outcomes.sent[index].arrival,
                 stream=False,
             )

@@ -49,8 +49,12 @@ def _admit(engine: LLMEngine, items: Sequence[Item]) -> list[str]:
         raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt, too few to decode for long")
     salt = f"profile {next(_numbers)}"
     params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
+    about: dict[str, Any] = {"cache_salt": salt, "stream": False}
+    adapters = list(engine.adapters) or [None]  # in turn, as the driver deals them
     return [
-        engine.add_request(list(item.prompt), params, request_id=f"{salt}-{index}", cache_salt=salt, stream=False)
+        engine.add_request(
+            list(item.prompt), params, request_id=f"{salt}-{index}", adapter=adapters[index % len(adapters)], **about
+        )
         for index, item in enumerate(items)
     ]
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from mini_infer.kernels.interface import Gated, Kernels, Part, Places, QKNorm, S
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.adapters import Adapters
 
 
 class Parallel(Enum):
@@ -64,6 +68,7 @@ class Build:
     linear_method: LinearMethodFactory
     parallel: ParallelContext = ONE_RANK  # sizes of layers are this rank's own
     experts: ExpertRanks = ALL_EXPERTS  # of a mixture's experts this rank has some
+    adapters: Adapters | None = None  # that tokens may have beside the layers' own weights
 
 
 class LinearMethod(ABC):
@@ -98,8 +103,8 @@ class LinearMethod(ABC):
         """Of x [T, in_size], whose product is gate and up, silu(gate) * up."""
         return None
 
-    def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part:
-        """Of ranks which have some inputs each. One of them has the bias."""
+    def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part | Tensor:
+        """Of ranks which have some inputs each. One of them has the bias. A tensor is the sum already."""
         y = self.apply(x)
         return Part(y, parallel, y.dtype)
 

@@ -74,7 +74,7 @@ class Unquantized(LinearMethod):
         gemv = self._gemv_for(x)
         return None if gemv is None else gemv.gemv(x, self.weight, self.bias, silu_mul=True)
 
-    def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Part:  # type: ignore[override]
+    def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Part | Tensor:  # type: ignore[override]
         if not self._ordered:
             halves = parallel.in_halves(len(x))
             return self._apply_halves(x, parallel, halves) if halves else super().apply_shared(x, parallel)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop needs no torch
@@ -29,6 +30,7 @@ class Executor:
         runner: what computes, where that is in this process.
         files: of prefixes, where there are any.
         holding: its KV, where other engines have to do with it.
+        adapters: name -> key of those that the config names.
         step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
             hold any.
     """
@@ -41,6 +43,7 @@ class Executor:
     stages: int = 1
     files: BlockFiles | None = None
     holding: Holding | None = None
+    adapters: Mapping[str, str] = {}
     startup: StartupReport
     runner: Runner
     step_costs: Callable[[], StepCosts]
@@ -55,6 +58,15 @@ class Executor:
 
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""
+
+    def load_adapter(self, path: str) -> None:
+        """Reads a PEFT folder, from which on requests may have it by its key. Raises ModelError where it cannot be
+        served, and ConfigError where there are no adapters."""
+        raise ConfigError("lora.max_adapters=0: this engine has no adapters. Start it with 1 or more")
+
+    def forget_adapter(self, key: str) -> None:
+        """No request has it, or will have it."""
+        self.runner.forget_adapter(key)
 
     def close(self) -> None:
         """Ends other processes, where it has any. There are no steps afterwards."""

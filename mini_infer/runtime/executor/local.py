@@ -41,10 +41,18 @@ class LocalExecutor(Executor):
         worker.allocate(self.limits, self.files)
         worker.capture()
         self.runner, self.holding = worker.runner, worker.holding
+        self.adapters = {} if worker.adapters is None else worker.adapters.keys
         self.tokenizer, self.vocab_size = worker.tokenizer, spec.vocab_size
         self.eos_token_ids = worker.eos_token_ids
         self.overlap, self.stages, self.startup = worker.overlap, parallel.stages, worker.report()
         self.step_costs = cache(worker.measure_step_costs)
+
+    def load_adapter(self, path: str) -> None:
+        if self._worker.adapters is None:
+            super().load_adapter(path)
+        else:
+            self._worker.adapters.load(path)  # what is wrong with it is found before others are told
+            self.runner.load_adapter(path)
 
     def reserve_memory(self) -> None:
         self._worker.reserve_memory()

@@ -270,6 +270,12 @@ class RankedRunner:
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         self.everywhere("force_token", req_index, position, token_id)
 
+    def load_adapter(self, path: str) -> None:
+        self.everywhere("load_adapter", path)
+
+    def forget_adapter(self, key: str) -> None:
+        self.everywhere("forget_adapter", key)
+
     def everywhere(self, method: str, *arguments: Any) -> list[int]:
         """Calls a method of Runner, or of a part of it, on every rank, behind the steps launched so far. What it gives
         on each, a number or None, which is 0."""

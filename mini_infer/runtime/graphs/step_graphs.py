@@ -31,6 +31,7 @@ class BatchDescriptor(NamedTuple):
 
     num_rows: int
     query_len: int = 1  # tokens of each row: more where drafts are verified
+    adapted: bool = False  # rows may have adapters
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +76,7 @@ class StepGraphs:
     @property
     def with_drafts(self) -> tuple[BatchDescriptor, ...]:
         """Those captured steps that verify drafts, ascending."""
-        return tuple(sorted(descriptor for descriptor in self._captured if descriptor.query_len > 1))
+        return tuple(sorted({d._replace(adapted=False) for d in self._captured if d.query_len > 1}))
 
     @torch.inference_mode()
     def capture(
@@ -129,15 +130,17 @@ class StepGraphs:
             done = step()
         return _Captured(chain, draft_logits, cutter.graphs[0], done, pad)
 
-    def fit(self, num_rows: int, query_len: int) -> BatchDescriptor | None:
+    def fit(self, num_rows: int, query_len: int, adapted: bool = False) -> BatchDescriptor | None:
         """The smallest that was captured and takes so many rows of so many tokens at most. Rows without drafts take
-        none that verifies some."""
-        size = BatchDescriptor(num_rows, query_len)
+        none that verifies some, and rows without adapters none that has any."""
+        size = BatchDescriptor(num_rows, query_len, adapted)
         if size not in self._fits:
             fitting = (
                 d
                 for d in self._captured
-                if d.num_rows >= num_rows and d.query_len >= query_len and (d.query_len > 1) == (query_len > 1)
+                if d.num_rows >= num_rows
+                and d.query_len >= query_len
+                and (d.query_len > 1, d.adapted) == (query_len > 1, adapted)
             )
             self._fits[size] = min(fitting, key=lambda d: (d.num_tokens, d), default=None)
         return self._fits[size]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.config import Policy, SchedulerConfig
 from mini_infer.core.request import Request, RequestStatus
+from mini_infer.runtime.scheduler.adapter_slots import AdapterSlots
 
 _rank = attrgetter("rank")
 
@@ -83,7 +84,8 @@ class WaitingLine:
 class Batch:
     """Four queues, each in rank order: the last one is the first to give way."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, num_adapters: int = 0) -> None:
+        self.adapters = AdapterSlots(num_adapters)
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
@@ -111,6 +113,7 @@ class Batch:
 
     def join(self, request: Request, status: RequestStatus) -> None:
         request.req_index = self.free_indices.pop()
+        self.adapters.take(request)
         request.status = status
         insort(self._queues[status], request, key=_rank)
 
@@ -124,6 +127,7 @@ class Batch:
         assert request.req_index is not None
         self._queues[request.status].remove(request)
         self.free_indices.append(request.req_index)
+        self.adapters.release(request)
         request.req_index, request.is_announced = None, False
         request.grow_after = request.quiet_until = 0
 
@@ -158,6 +162,8 @@ class AdmissionControl:
         `without`: what would be if these requests had given way."""
         num_ahead = self._line.num_siblings_before(request)
         if len(self._batch.free_indices) + len(without or ()) <= num_ahead:
+            return None
+        if not self._batch.adapters.room_for(request, without or ()):
             return None
         # Running requests are to grow, and a sibling ahead needs its last block. An idle engine can give all it has.
         watermark = self._watermark_blocks if len(self._batch) else 0

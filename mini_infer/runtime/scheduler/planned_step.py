@@ -84,6 +84,8 @@ class PlannedStep:
                     request.params,
                     request.seed,
                     request.stop_ids,
+                    request.adapter,
+                    request.adapter_slot,
                 )
             )
         if request.export is not None:

@@ -52,6 +52,7 @@ class Scheduler:
         follows: bool = False,  # a step may be launched before drafts of the one before it are read
         stages: int = 1,  # steps that are computed at a time, of different requests
         receiver: NoReceiver | None = None,  # of prompts that other engines compute
+        num_adapters: int = 0,  # that requests of one batch can have between them
     ) -> None:
         self.config = config
         self.kv = kv
@@ -63,7 +64,7 @@ class Scheduler:
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
         self.line = WaitingLine(siblings_wait=not self._static)
-        self.batch = Batch(config.max_num_seqs)
+        self.batch = Batch(config.max_num_seqs, num_adapters)
         self.admission = AdmissionControl(config, self.line, self.batch, kv, self._watermark_blocks)
         self.planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0

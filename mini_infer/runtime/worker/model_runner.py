@@ -123,6 +123,8 @@ class Runner:
             meter.clear()
         if self._model.hot_experts is not None:
             self._model.hot_experts.before_step()
+        if self._model.adapters is not None:
+            self._model.adapters.begin(plan)
         descriptor = self._rows_alone(plan)
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
         self._drafter.book(plan)
@@ -133,10 +135,15 @@ class Runner:
         if plan.num_decode_rows < plan.num_rows:
             return None
         num_rows, query_len = plan.num_rows, plan.counts[-1]  # rows with more drafts come later
-        descriptor = self.graphs.fit(num_rows, query_len)
+        descriptor = self.graphs.fit(num_rows, query_len, self._adapted)
         if descriptor is None and (plan.following or (plan.num_drafts and self._follows)):
             return BatchDescriptor(num_rows, query_len)
         return descriptor
+
+    @property
+    def _adapted(self) -> bool:
+        """Whether rows of the step may have adapters."""
+        return self._model.adapters is not None and self._model.adapters.active
 
     def _launch_rows(self, plan: StepPlan, params: Sequence[IntArray], descriptor: BatchDescriptor) -> LaunchedStep:
         inside = small_growths(plan)
@@ -206,7 +213,7 @@ class Runner:
             return n, BatchDescriptor(0)
         first = next(row for row in range(n) if plan.counts[row] > 1)
         size = n - first, plan.counts[n - 1]
-        return first, self.graphs.fit(*size) or BatchDescriptor(*size)
+        return first, self.graphs.fit(*size, self._adapted) or BatchDescriptor(*size)
 
     def _sources(self, sampled: Samples, first: int, num_rows: int) -> IntArray:
         """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it. Drafts were made of
@@ -266,6 +273,16 @@ class Runner:
     def end_transfers(self, wait: bool) -> tuple[int, ...]:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
         return () if self._transfers is None else self._transfers.poll(wait)
+
+    def load_adapter(self, path: str) -> None:
+        """As Adapters.load."""
+        assert self._model.adapters is not None, "the engine has asked"
+        self._model.adapters.load(path)
+
+    def forget_adapter(self, key: str) -> None:
+        """As Adapters.forget."""
+        assert self._model.adapters is not None, "it was loaded"
+        self._model.adapters.forget(key)
 
     def settle(self) -> None:
         """Takes in whatever other stages have to tell of the steps so far."""

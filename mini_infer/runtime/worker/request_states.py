@@ -176,6 +176,7 @@ class RequestStates:
             sample_starts=sample_starts,
             most_samples=most_samples,
             drafts=drafts,
+            owners=token_owners,
         )
 
     # --- a step of rows alone: one token each, or as many as there are drafts -----------------------------------------
@@ -244,6 +245,7 @@ class RequestStates:
             sample_starts=query_starts,
             most_samples=query_len,
             drafts=None if drafting or query_len == 1 else Drafts(rows.drafts, rows.sources),
+            owners=packed[0],
         )
 
     def _row_ends(self, num_rows: int, query_len: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, ModelConf
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.core.limits import Limits
 from mini_infer.kernels.ops import Kernels
+from mini_infer.modeling.adapters import Adapters
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.model_files import resolve_folder
@@ -83,6 +84,11 @@ class ServedModel:
                 f"numerics=batch_invariant: {model.path} runs through transformers' code, which sums in orders of its "
                 "own. Set numerics=fast"
             )
+        if config.lora.max_adapters and spec.through_transformers:
+            raise ConfigError(
+                f"lora.max_adapters={config.lora.max_adapters}: {model.path} runs through transformers' code, whose "
+                "products are not ours to add to. Merge the adapter into the model, or set lora.max_adapters=0"
+            )
         needs = Requirements(
             kv_layout,
             config.cache.block_size,
@@ -121,16 +127,16 @@ class ServedModel:
         """For a run's record."""
         return "float8_e4m3fn, a scale a head" if self.spec.fp8_kv else str(self.dtype).removeprefix("torch.")
 
-    def load(self, max_len: int, kernels: Kernels, most_tokens: int) -> Model:
-        """The weights, for positions below `max_len` and steps of so many tokens. Raises ConfigError where they will
-        not fit."""
+    def load(self, max_len: int, kernels: Kernels, most_tokens: int, adapters: Adapters | None = None) -> Model:
+        """The weights, for positions below `max_len` and steps of so many tokens, with adapters beside them. Raises
+        ConfigError where they will not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
         blocks = [layer.feed_forward for layer in self.spec.layers]
         chosen = max((block.router.top_k for block in blocks if isinstance(block, MoESpec)), default=0)
         widths = self.spec.hidden_size, chosen
         experts = self.experts.opened(kernels, self.device, self.dtype, *widths, most_tokens)
         what = self.config, self.spec, self.dtype, self.device, max_len, kernels
-        return load_model(*what, parallel=self.parallel, experts=experts)
+        return load_model(*what, parallel=self.parallel, experts=experts, adapters=adapters)
 
 
 def _select_attention(

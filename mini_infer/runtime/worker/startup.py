@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,13 @@ class CaptureReport:
     seconds: float = 0.0
     memory_bytes: int = 0
     limits: tuple[str, ...] = ()  # why there are none, or none for some sizes
+
+    @classmethod
+    def of_all(cls, reports: Sequence[CaptureReport]) -> CaptureReport:
+        """Of the same sizes, captured in several ways."""
+        seconds, taken = sum(one.seconds for one in reports), sum(one.memory_bytes for one in reports)
+        limits = dict.fromkeys(limit for one in reports for limit in one.limits)
+        return cls(reports[0].batch_sizes, seconds, taken, tuple(limits))
 
 
 @dataclass(frozen=True)

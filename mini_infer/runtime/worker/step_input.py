@@ -76,6 +76,7 @@ class StepInput(NamedTuple):
     sample_starts: Tensor | None  # int32: where among S the tokens of each of them begin, and the last one's end
     most_samples: int  # of one row
     drafts: Drafts | None  # of all S; None: there are no drafts
+    owners: Tensor  # req_indices that the T tokens belong to, each to as many neighbours
 
     def sampled(self, tokens: Tensor) -> Tensor:
         """Of something that each token has, [T, ...], what those before the sampled ones have: [S, ...]."""

@@ -43,11 +43,11 @@ class TorchModel:
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
         self.expert_counts, self.expert_meter = model.expert_counts, model.expert_meter
-        self.hot_experts = model.hot_experts
+        self.hot_experts, self.adapters = model.hot_experts, model.adapters
         self.samples = model.spec.is_last
         self.on_layer: Callable[[int], None] | None = None  # told of each layer whose K and V of a step are stored
         self._backends = backends
-        self._pieces: PiecewiseGraphs | None = None
+        self._pieces: dict[bool, PiecewiseGraphs] = {}  # of steps without adapters, and of those with some
         self._attention = model.attention(store)
 
     @property
@@ -58,12 +58,21 @@ class TorchModel:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
         context, token_ids = self._context(step), self._known(step.token_ids)
-        hidden = None if self._pieces is None else self._pieces.replay(token_ids, context)
+        pieces = self._pieces.get(self._adapted(step))
+        hidden = None if pieces is None else pieces.replay(token_ids, context)
         return self._model.forward(token_ids, step.batch.positions, context) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
         """`forward` by operations that can be captured, if attention's can."""
+        self._adapted(step)
         return self._model.forward(self._known(step.token_ids), step.batch.positions, self._context(step))
+
+    def _adapted(self, step: StepInput) -> bool:
+        """Whether tokens of the step have adapters, which are told whose they are."""
+        if self.adapters is None:
+            return False
+        self.adapters.group(step.owners, len(step.token_ids))
+        return self.adapters.active
 
     def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids if self._last_token is None else token_ids.clamp(max=self._last_token)
@@ -74,14 +83,15 @@ class TorchModel:
         return AttentionContext(step.batch, self._attention, *chosen, self.on_layer)
 
     def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
-        """Captures steps of these numbers of tokens, which `forward` then replays."""
+        """Captures steps of these numbers of tokens, with adapters where these are active, which `forward` then
+        replays."""
         pieces = PiecewiseGraphs(self._model, self.store, sizes)
         report = pieces.capture(memory)
-        self._pieces = pieces
+        self._pieces[self.adapters is not None and self.adapters.active] = pieces
         return report
 
     def release_pieces(self) -> None:
-        self._pieces = None
+        self._pieces.clear()
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [N, hidden_size] -> [N, vocab_size], in `out` where it is given."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
+from mini_infer.modeling.adapters import Adapters
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.modeling.model import Model
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
@@ -78,6 +80,7 @@ class Worker:
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
         self.served = [self.target] if self.draft is None else [self.target, self.draft]
         self.block_bytes = sum(model.block_bytes for model in self.served)
+        self.adapters: Adapters | None = None
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         counts = parameters if self.device.type == "cpu" else None
@@ -111,10 +114,14 @@ class Worker:
                 dtypes = [torch.float32, dtype] if ordered else [dtype]
                 tokens = 0 if ordered else self._most_tokens()
                 collectives.open(self._kernels, self.target.spec.hidden_size, dtypes, tokens=tokens)
+        if (lora := self._config.lora).max_adapters:
+            most = self._config.scheduler.max_num_seqs, self._most_tokens()
+            self.adapters = Adapters(lora, *most, self.device, self._kernels)
         self._weights: list[Model] = []
         for name, served in zip(("load", "load draft"), self.served, strict=False):
             with self._phase(name):
-                self._weights.append(served.load(max_len, self._kernels, self._most_tokens()))
+                adapters = self.adapters if served is self.target else None
+                self._weights.append(served.load(max_len, self._kernels, self._most_tokens(), adapters))
         if not self.target.spec.is_first:
             size = self._most_tokens(), self.target.spec.hidden_size
             self._weights[0].inbox = torch.zeros(size, dtype=self.target.dtype, device=self.device)
@@ -147,7 +154,8 @@ class Worker:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
                 for plan in [*largest, *decode_steps(largest[0], batch_ladder(scheduler.max_num_seqs))]:
-                    runner.collect(runner.launch(plan))
+                    for _ in self._modes():
+                        runner.collect(runner.launch(plan))
                 # Last come backends that compile by other means, for which the caller waits.
                 for model in reversed(models):
                     model.warm_up(scheduler.max_num_seqs)
@@ -156,7 +164,8 @@ class Worker:
             before = torch.cuda.memory_allocated(device)
             with self._phase("largest step"):
                 for plan in largest:
-                    runner.collect(runner.launch(plan))
+                    for _ in self._modes():
+                        runner.collect(runner.launch(plan))
                 runner.settle()  # what comes next is the other runner's
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -172,6 +181,7 @@ class Worker:
         """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
         models = self.served if self._captures_rows else self.served[:1]
         taken = sum(graph_bytes(model.spec, model.dtype, self._prefill_sizes) for model in models)
+        taken *= sum(1 for _ in self._modes())
         if self._captures_rows:
             for model, tokens in zip(models, _logits_rows(self._draft_grid), strict=False):
                 taken += tokens * model.spec.vocab_size * model.dtype.itemsize
@@ -235,7 +245,8 @@ class Worker:
                 self._captured["graphs"] = self._capture_rows(grid, memory, "rows")
         if sizes:  # without attention and sampler: nothing stands in their way
             with self._phase("capture pieces"):
-                self._captured["prefill_graphs"] = self._models[0].capture_pieces(sizes, memory)
+                reports = [self._models[0].capture_pieces(sizes, memory) for _ in self._modes()]
+                self._captured["prefill_graphs"] = CaptureReport.of_all(reports)
         if self._captures_rows:
             with self._phase("capture rows"):
                 for draft in self._models[1:] if sizes else ():
@@ -243,9 +254,18 @@ class Worker:
                 if self._draft_grid:
                     self._captured["draft_graphs"] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
 
+    def _modes(self) -> Iterator[bool]:
+        """Whether tokens have adapters, as far as there are any."""
+        return iter([False]) if self.adapters is None else self.adapters.modes()
+
     def _capture_rows(self, grid: list[BatchDescriptor], memory: GraphMemory, unit: str) -> CaptureReport:
         logits = [model.new_logits(n) for model, n in zip(self._models, _logits_rows(grid), strict=False) if n]
-        return self.runner.graphs.capture(grid, logits[0], logits[1] if len(logits) > 1 else None, memory, unit)
+        draft_logits = logits[1] if len(logits) > 1 else None
+        reports = [
+            self.runner.graphs.capture([d._replace(adapted=mode) for d in grid], logits[0], draft_logits, memory, unit)
+            for mode in self._modes()
+        ]
+        return CaptureReport.of_all(reports)
 
     @property
     def _captures_rows(self) -> bool:
@@ -259,7 +279,8 @@ class Worker:
             hold_small_memory(self.device)
             padding_block = self.limits.num_blocks
             for plan in largest_steps(self._config, self.limits.max_model_len, padding_block):
-                self.runner.collect(self.runner.launch(plan))
+                for _ in self._modes():
+                    self.runner.collect(self.runner.launch(plan))
 
     def release_graphs(self) -> None:
         """Nothing is computed afterwards."""

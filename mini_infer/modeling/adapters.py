@@ -1,0 +1,211 @@
+"""Adapters of a model: which are loaded, which of them are in slots on the device, and which tokens have which.
+
+    loaded    key --> A and B of every product, this rank's part, in host memory
+    slots     [ 9f3a | 07c1 | .... | e55d ]    as many as config.max_adapters, on the device
+    a step    requests --> slots --> groups of tokens (kernels/lora.py), where every product finds them
+
+Which slot an adapter gets is the scheduler's to say (runtime/scheduler/adapter_slots.py), and comes with a request's
+admission: so ranks agree, and what a slot held is written over behind the steps that read it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mini_infer.core.config import LoraConfig
+from mini_infer.core.errors import ModelError
+from mini_infer.core.plan import StepPlan
+from mini_infer.core.request import NO_ADAPTER
+from mini_infer.kernels.interface import Kernels
+from mini_infer.kernels.lora import Groups, LoraWeights
+from mini_infer.modeling.linear_methods.adapted import AdaptedLinear
+from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape
+from mini_infer.modeling.peft_folder import PeftFolder
+
+_PREFIX = "base_model.model."  # of what PEFT calls the model's own modules
+_LEAST_RANK = 16  # that a tensor core multiplies
+_DUMMY_SCALE = 0.1  # of what random adapters add, by what they read
+
+
+class Adapters:
+    """
+    Args:
+        num_requests: at a time; one more is padding.
+        most_tokens: of a step.
+
+    Attributes:
+        active: some tokens of the step have adapters; in numerics where it must not matter, always.
+        keys: name -> key of those that the config names, from `load_named` on.
+    """
+
+    def __init__(
+        self, config: LoraConfig, num_requests: int, most_tokens: int, device: torch.device, kernels: Kernels
+    ) -> None:
+        self.num_slots = config.max_adapters
+        self.rank = max(_LEAST_RANK, 1 << (config.max_rank - 1).bit_length())
+        self.active = self._always = kernels.invariant
+        self.keys: dict[str, str] = {}
+        self._config, self._device, self._kernels = config, device, kernels.lora
+        self._layers: list[AdaptedLinear] = []
+        self._places: dict[str, tuple[int, int]] = {}  # module -> its layer, and the part that it is of that
+        self._loaded: dict[str, list[LoraWeights]] = {}  # by key: of each layer, with one slot, on the host
+        self._slots: list[str | None] = [None] * self.num_slots  # what is in each
+        self._of_request = np.full(num_requests + 1, NO_ADAPTER, dtype=np.int32)
+        self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
+        order = torch.zeros(most_tokens, dtype=torch.int32, device=device)
+        self._groups = Groups(order, torch.zeros(self.num_slots, 3, dtype=torch.int32, device=device))
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def modes(self) -> Iterator[bool]:
+        """What `active` can be, one after the other, for those who compile, measure and capture: until the next one
+        all steps are computed so."""
+        own = self._always
+        try:
+            for self._always in [True] if own else [False, True]:
+                self.active = self._always
+                yield self.active
+        finally:
+            self.active = self._always = own
+
+    def adapt(self, name: str, shape: LinearShape, base: LinearMethod, build: Build) -> LinearMethod:
+        """The method of a layer (as in LinearMethodFactory), with adapters beside it."""
+        layer = AdaptedLinear(base, shape, build, self)
+        if build.device.type != "meta":
+            for part, own in enumerate(shape.parts):
+                self._places[f"{name}.{own}" if name else own] = len(self._layers), part
+            self._layers.append(layer)
+        return layer
+
+    # --- adapters come and go ---------------------------------------------------------------------------------------
+
+    def load_named(self, others: Sequence[int]) -> None:
+        """Those that the config names. `others` are layers of the model that other stages have."""
+        self._others = tuple(f"model.layers.{layer}." for layer in others)
+        for name, path in self._config.adapters.items():
+            self.keys[name] = self.load(path)
+        for number in range(self._config.dummy):
+            name = f"dummy-{number}"
+            self.keys[name], self._loaded[name] = name, self._draw(number)
+
+    def load(self, path: str) -> str:
+        """Reads a PEFT folder to host memory, unless an equal one is there. Returns its key. Raises ModelError, and
+        keeps nothing, where it cannot be served."""
+        folder = PeftFolder.read(path, self._config.max_rank)
+        if folder.key not in self._loaded:
+            self._loaded[folder.key] = self._read(folder)
+        return folder.key
+
+    def forget(self, key: str) -> None:
+        """Nobody asks for it any more."""
+        self._loaded.pop(key, None)
+        self._slots = [None if held == key else held for held in self._slots]
+
+    def _empty(self, device: torch.device) -> list[LoraWeights]:
+        stacks = [(layer, layer.stack.a) for layer in self._layers]
+        return [layer.empty(1, a.shape[3], self.rank, a.dtype, device) for layer, a in stacks]
+
+    def _draw(self, number: int) -> list[LoraWeights]:
+        """Random weights, the same from run to run and on any number of ranks. They stay on the device, since thousands
+        of page-locked tensors would take their time."""
+        layers, rank = self._empty(self._device), self._config.max_rank
+        for module, (index, part) in self._places.items():
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{module} {number}".encode()))
+            for kind in ("A", "B"):
+                shape = self._layers[index].shape_of(part, kind, rank)
+                drawn = torch.randn(shape, generator=generator, device=self._device) / shape[1] ** 0.5
+                self._layers[index].take(layers[index], part, kind, drawn * (_DUMMY_SCALE if kind == "B" else 1.0))
+        return layers
+
+    def _read(self, folder: PeftFolder) -> list[LoraWeights]:
+        layers = self._empty(torch.device("cpu"))
+        missing: set[str] = set()
+        try:
+            with safe_open(folder.weights, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    module, kind = _parsed(name)
+                    if module.startswith(self._others) and kind is not None:
+                        continue
+                    place = self._places.get(module)
+                    if place is None or kind is None:
+                        raise ModelError(
+                            f"adapter {folder.path} holds {name}, which is of no product that adapters can be added "
+                            "to here: of attention and dense feed-forward layers, not of experts, embeddings or the "
+                            "head. Train it with other target_modules, or merge it into the model"
+                        )
+                    index, part = place
+                    layer, tensor = self._layers[index], tensors.get_tensor(name)
+                    if (shape := layer.shape_of(part, kind, folder.rank)) != tuple(tensor.shape):
+                        raise ModelError(
+                            f"{name} in {folder.weights} has shape {tuple(tensor.shape)}; of this model it would be "
+                            f"{shape}: the adapter is another model's"
+                        )
+                    layer.take(layers[index], part, kind, tensor.float() * (folder.scaling if kind == "B" else 1.0))
+                    missing ^= {module}  # it comes with A and with B
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {folder.weights}: {error}") from error
+        if missing:
+            raise ModelError(
+                f"{folder.weights} has lora_A and not lora_B, or the other, of {', '.join(sorted(missing))}"
+            )
+        if self._beside is not None:
+            layers = [LoraWeights(own.a.pin_memory(), own.b.pin_memory(), own.parts) for own in layers]
+        return layers
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Takes in the plan's admissions, and whether any of its rows has an adapter."""
+        changed = False
+        for admission in plan.admissions:
+            if (slot := admission.adapter_slot) != NO_ADAPTER and self._slots[slot] != admission.adapter:
+                self._fill(slot, self._loaded[admission.adapter])
+                self._slots[slot] = admission.adapter
+            changed = changed or self._of_request[admission.req_index] != slot
+            self._of_request[admission.req_index] = slot
+        if changed:
+            now = torch.from_numpy(self._of_request.copy())
+            self._on_device.copy_(now if self._beside is None else now.pin_memory(), non_blocking=True)
+        self.active = self._always or bool((self._of_request[list(plan.req_indices)] != NO_ADAPTER).any())
+
+    def _fill(self, slot: int, layers: Sequence[LoraWeights]) -> None:
+        for layer, own in zip(self._layers, layers, strict=True):
+            layer.stack.a[slot].copy_(own.a[0], non_blocking=True)
+            layer.stack.b[slot].copy_(own.b[0], non_blocking=True)
+
+    def group(self, owners: Tensor, num_tokens: int) -> None:
+        """Of the step that is computed next: owners [R] have num_tokens / R neighbours each. Can be captured."""
+        if self.active:
+            self._kernels.group(self._groups, self._on_device, owners, num_tokens)
+
+    def fork(self) -> torch.cuda.Event | None:
+        """From here on the base's product and `shrink` go side by side, which both take little of a GPU's time but wait
+        for memory."""
+        return None if self._beside is None else torch.cuda.current_stream().record_event()
+
+    def shrink(self, x: Tensor, weights: LoraWeights, chunk: int | None, fork: torch.cuda.Event | None) -> Tensor:
+        """As kernels/lora.py has it, since `fork`."""
+        if self._beside is None or fork is None:
+            return self._kernels.shrink(x, weights, self._groups, chunk)
+        self._beside.wait_event(fork)
+        with torch.cuda.stream(self._beside):
+            shrunk = self._kernels.shrink(x, weights, self._groups, chunk)
+        torch.cuda.current_stream().wait_stream(self._beside)
+        return shrunk
+
+    def expand(self, y: Tensor, shrunk: Tensor, weights: LoraWeights) -> None:
+        """As kernels/lora.py has it."""
+        self._kernels.expand(y, shrunk, weights, self._groups)
+
+
+def _parsed(name: str) -> tuple[str, str | None]:
+    """base_model.model.model.layers.0.mlp.up_proj.lora_A.weight -> (model.layers.0.mlp.up_proj, A)"""
+    for kind in ("A", "B"):
+        if name.startswith(_PREFIX) and name.endswith(f".lora_{kind}.weight"):
+            return name.removeprefix(_PREFIX).removesuffix(f".lora_{kind}.weight"), kind
+    return name, None

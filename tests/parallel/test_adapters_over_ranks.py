@@ -1,0 +1,81 @@
+"""Adapters over ranks: the tokens of one process, and in batch-invariant numerics the numbers to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integrity import check_scheduler
+
+from mini_infer import EngineConfig, LLMEngine, ModelError, SamplingParams
+from mini_infer.assets.adapters import random_adapter, write_adapter
+from mini_infer.core.model_config import ModelConfig
+
+MakeEngine = Callable[..., LLMEngine]
+
+PROMPTS = ["import os\n\nclass Cache:", "for i in range(", "import os\n\nclass Cache:"]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+MODEL = ModelConfig(path="tiny-target")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = [random_adapter(MODEL, rank=8, seed=seed, scale=0.7) for seed in range(2)]
+    return [write_adapter(root / str(i), tensors, rank=8, alpha=8) for i, tensors in enumerate(made)]
+
+
+def answers(engine: LLMEngine) -> list[list[int]]:
+    outputs = engine.generate(PROMPTS, GREEDY, adapters=["one", None, "two"])
+    check_scheduler(engine.scheduler)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 1, "pipeline": 2}])
+def test_ranks_give_the_tokens_of_one(
+    layout: dict[str, int], folders: list[str], make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    lora = {"max_adapters": 1, "adapters": {"one": folders[0]}}  # one slot: they take turns
+    found = []
+    for parallel in ({"tensor": 1}, layout):
+        engine = make_engine(parallel["tensor"], lora=lora, parallel=parallel, cache={"block_size": 4})
+        bad = write_adapter(tmp_path / str(len(found)), {}, rank=99, alpha=8)
+        with pytest.raises(ModelError, match="has rank 99"):
+            engine.adapters.load("two", bad)
+        engine.adapters.load("two", folders[1])
+        found.append([answers(engine), answers(engine)])
+        engine.adapters.unload("one")
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0][0]}) == 3
+
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+def test_so_it_is_to_the_bit(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = {"path": "made up", "load_format": "dummy", "hf_config": SHAPE, "device": "cpu"}
+    tensors = random_adapter(EngineConfig.from_dict({"model": model}).model, rank=4, seed=0)
+    lora = {"max_adapters": 1, "adapters": {"one": write_adapter(tmp_path / "one", tensors, rank=4, alpha=4)}}
+    params = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "logprobs": 3}
+    found = []
+    for tensor in (1, 2):
+        engine = make_engine(tensor, model=model, numerics="batch_invariant", lora=lora)
+        outputs = engine.generate([[3, 1, 4, 1, 5]] * 2, params, adapters=["one", None])
+        found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
