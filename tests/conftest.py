@@ -73,6 +73,18 @@ def interpreter_is_prepared_once() -> Iterator[None]:
         scope.restore()
 
 
+@pytest.fixture(scope="module")
+def plain_sampler() -> Iterator[None]:
+    """Most of the interpreter's time would be the sampler's kernels, which test_sample.py is about."""
+    from mini_infer.runtime.sampling.sampler import Sampler
+    from mini_infer.runtime.worker import worker
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
+        yield
+
+
 @pytest.fixture(scope="session")
 def step_rows() -> Callable[..., AttentionBatch]:
     """Makes an AttentionBatch from each row's (start, count, block table)."""

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Combinations, one value of each axis, that hold every two values of two axes together: the same ones each time,
@@ -20,3 +22,8 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen.append(max(every, key=lambda case: len(missing & pairs(case))))
         missing -= pairs(chosen[-1])
     return [tuple(axis[index] for axis, index in zip(axes, case, strict=True)) for case in chosen]
+
+
+def kernel_cases(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every combination on a GPU, and pairs of values in Triton's interpreter, which is slow."""
+    return list(itertools.product(*axes)) if torch.cuda.is_available() else pairwise(*axes)

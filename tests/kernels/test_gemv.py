@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import kernel_cases
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -15,7 +14,6 @@ from mini_infer.kernels.gemv import MAX_ROWS, gemv, gemv_reference, worth_it
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # [N, K]: divisible, not, smaller than a tile, one row, several tiles in both directions
 SHAPES = [(32, 512), (37, 300), (5, 7), (1, 1), (18, 2304)]
-CASES = itertools.product if torch.cuda.is_available() else pairwise  # Triton's interpreter is slow
 MODEL_SHAPES = {
     "Qwen2.5-7B": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)],
     "Qwen2.5-1.5B": [(2048, 1536), (1536, 1536), (17920, 1536), (1536, 8960)],
@@ -40,7 +38,7 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
     assert (got.float() - expected.float()).norm() <= tolerance * expected.float().norm()
 
 
-@pytest.mark.parametrize(("shape", "rows", "dtype"), CASES(SHAPES, [1, 2, 3, 4, 7, MAX_ROWS], DTYPES), ids=str)
+@pytest.mark.parametrize(("shape", "rows", "dtype"), kernel_cases(SHAPES, [1, 2, 3, 4, 7, MAX_ROWS], DTYPES), ids=str)
 def test_equals_the_reference(shape: tuple[int, int], rows: int, dtype: torch.dtype, device: torch.device) -> None:
     n, k = shape
     x, weight, bias = inputs(rows, n, k, dtype, device)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import kernel_cases
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -20,7 +19,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 STEPS = ["norm", "silu", "residual", "norm silu", "norm silu residual"]
 SHAPES = [(8, 512), (22, 300), (6, 7), (2, 1)]  # [N, K]
-CASES = itertools.product if torch.cuda.is_available() else pairwise  # Triton's interpreter is slow
 MODEL_SHAPES = {"Qwen2.5-0.5B": (896, 1152, 4864), "Qwen3-0.6B": (1024, 4096, 3072), "Qwen2.5-7B": (3584, 4608, 18944)}
 
 
@@ -53,7 +51,9 @@ def assert_near(got: Tensor, expected: Tensor, times: float = 1) -> None:
     assert (got.float() - expected.float()).norm() <= times * tolerance * expected.float().norm()
 
 
-@pytest.mark.parametrize(("steps", "shape", "rows", "dtype"), CASES(STEPS, SHAPES, [1, 2, 3, 4, 7], DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("steps", "shape", "rows", "dtype"), kernel_cases(STEPS, SHAPES, [1, 2, 3, 4, 7], DTYPES), ids=str
+)
 def test_equals_the_reference(
     steps: str, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -39,10 +39,11 @@ SHORT: dict[str, Any] = {
 }
 # Mechanisms that do not touch each other share an engine.
 TABLE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no prefix cache, contiguous KV": {
+    "no prefix cache, contiguous KV, ngram": {
         "cache": {"prefix_caching": False, "layout": "contiguous", "num_blocks": 16},
         "model": SHORT["model"],
+        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
+        "scheduler": {"overlap": "always"},
     },
     "chunks, recompute": {**SHORT, "scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 4}},
     "overlap and swap": {
@@ -50,14 +51,9 @@ TABLE: dict[str, dict[str, Any]] = {
         "cache": {**SHORT["cache"], "num_host_blocks": 16},
         "scheduler": {"preemption": "swap", "overlap": "always"},
     },
-    "prefixes in host memory": {**SHORT, "cache": {**SHORT["cache"], "host_prefix_gib": 2**-8}},
-    "int8 weights, fp8 keys and values": {
-        "cache": {"dtype": "fp8"},
-        "model": {"path": "tiny-target", "quantization": "w8a16"},
-    },
-    "ngram": {
-        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
-        "scheduler": {"overlap": "always"},
+    "prefixes in host memory, int8 weights, fp8 keys and values": {
+        "cache": {**SHORT["cache"], "host_prefix_gib": 2**-8, "dtype": "fp8"},
+        "model": {**SHORT["model"], "quantization": "w8a16"},
     },
     "draft model": {
         "speculation": {"method": "draft", "num_tokens": 3, "adaptive": False, "draft": {"path": "tiny-draft"}},
@@ -86,13 +82,18 @@ CASES = [(name, layout) for name in TABLE for layout in LAYOUTS if name in OF_FO
 
 
 @functools.cache
-def of_one_process(greedy: bool, cache_dtype: str = "auto", quantization: str = "none") -> list[list[list[int]]]:
+def alone(cache_dtype: str = "auto", quantization: str = "none") -> LLMEngine:
     config = {
         "model": {"path": "tiny-target", "quantization": quantization},
         "seed": 0,
         "cache": {"num_blocks": 64, "dtype": cache_dtype},
     }
-    return tokens(LLMEngine(EngineConfig.from_dict(config)), GREEDY if greedy else PARAMS)
+    return LLMEngine(EngineConfig.from_dict(config))
+
+
+@functools.cache
+def of_one_process(greedy: bool, *formats: str) -> list[list[list[int]]]:
+    return tokens(alone(*formats), GREEDY if greedy else PARAMS)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -122,7 +123,7 @@ def test_sums_that_are_under_way_while_the_next_half_is_computed(
     begun = []
     begin = Collectives.begin_all_reduce
     monkeypatch.setattr(Collectives, "begin_all_reduce", lambda own, x: begun.append(len(x)) or begin(own, x))
-    assert tokens(make_engine(), PARAMS) == of_one_process(False, "auto")
+    assert tokens(make_engine(), PARAMS) == of_one_process(False)
     assert max(begun) > 8
 
 
@@ -147,7 +148,9 @@ def test_every_stage_has_other_requests(make_engine: MakeEngine, overlap: str) -
         assert len({index for share in three for index in share}) == sum(map(len, three))
 
 
-def test_an_engine_of_stages_goes_on_after_everybody_has_gone(make_engine: MakeEngine) -> None:
+def test_an_engine_of_stages_goes_on_after_everybody_has_gone_and_can_be_asked_for_logits(
+    make_engine: MakeEngine,
+) -> None:
     engine = make_engine(tensor=1, parallel={"pipeline": 2})
     for _ in range(6):  # steps that nobody collects
         for prompt in PROMPTS:
@@ -159,24 +162,8 @@ def test_an_engine_of_stages_goes_on_after_everybody_has_gone(make_engine: MakeE
         while engine.has_unfinished_requests():
             engine.step()
     assert tokens(engine, GREEDY) == of_one_process(True)
-
-
-def test_logits_can_be_asked_of_stages(make_engine: MakeEngine) -> None:
-    engine, alone = make_engine(tensor=1, parallel={"pipeline": 2}), LLMEngine("tiny-target")
     token_ids = engine.tokenizer.encode("def read(path):\n    return open(path)")
-    torch.testing.assert_close(probe_logits(engine, token_ids, 5), probe_logits(alone, token_ids, 5))
-
-
-def test_log_probabilities_are_those_of_one_process(make_engine: MakeEngine) -> None:
-    engine, alone = make_engine(), LLMEngine(EngineConfig.from_dict({"model": "tiny-target", "seed": 0}))
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
-    ((ours,), (theirs,)) = engine.generate(PROMPTS[0], params), alone.generate(PROMPTS[0], params)
-    for own, other in zip(
-        [*ours.outputs[0].logprobs, *ours.prompt_logprobs[1:]],
-        [*theirs.outputs[0].logprobs, *theirs.prompt_logprobs[1:]],
-        strict=True,
-    ):
-        assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+    torch.testing.assert_close(probe_logits(engine, token_ids, 5), probe_logits(alone(), token_ids, 5))
 
 
 def test_cancelled_requests_leave_the_others_as_they_are(make_engine: MakeEngine) -> None:
@@ -196,8 +183,15 @@ def test_cancelled_requests_leave_the_others_as_they_are(make_engine: MakeEngine
     check_scheduler(engine.scheduler)
 
 
-def test_two_engines_over_ranks_live_in_a_process(make_engine: MakeEngine) -> None:
+def test_two_engines_over_ranks_live_in_a_process_and_have_its_log_probabilities(make_engine: MakeEngine) -> None:
     engines = make_engine(), make_engine()
-    streams = [engine.stream(PROMPTS[0], GREEDY[0]) for engine in engines]
-    ends = [list(pair)[-1] for pair in zip(*zip(*streams, strict=True), strict=True)]
-    assert [end.outputs[0].token_ids for end in ends] == [of_one_process(True)[0][0]] * 2
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
+    streams = [engine.stream(PROMPTS[0], params) for engine in engines]
+    told = list(zip(*zip(*streams, strict=True), strict=True))  # of both, turn by turn
+    (theirs,) = alone().generate(PROMPTS[0], params)
+    expected = [entry.logprob for entry in (*theirs.outputs[0].logprobs, *theirs.prompt_logprobs[1:])]
+    for ours in told:
+        (of_prompt,) = (output.prompt_logprobs for output in ours if output.prompt_logprobs is not None)
+        assert ours[-1].outputs[0].token_ids == theirs.outputs[0].token_ids
+        found = [entry.logprob for entry in (*ours[-1].outputs[0].logprobs, *of_prompt[1:])]
+        assert found == pytest.approx(expected, abs=1e-4)

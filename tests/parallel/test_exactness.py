@@ -15,9 +15,11 @@ from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.parallel.context import ParallelContext, tree_sum
-from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker import worker
 
+pytestmark = [
+    pytest.mark.usefixtures("plain_sampler"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+]
 MakeEngine = Callable[..., LLMEngine]
 
 SHAPE: dict[str, Any] = {
@@ -124,13 +126,11 @@ def answers(
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_one_two_and_four_ranks_give_the_same_bits(make_engine: MakeEngine) -> None:
     one, two, four = (answers(make_engine, SHAPE, {"tensor": size}) for size in (1, 2, 4))
     assert one == two == four
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 @pytest.mark.parametrize(
     ("shape", "layouts"),
     [
@@ -140,10 +140,8 @@ def test_one_two_and_four_ranks_give_the_same_bits(make_engine: MakeEngine) -> N
     ],
 )
 def test_experts_and_latents_that_ranks_share_give_the_bits_of_one(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], layouts: list[dict[str, int]]
+    make_engine: MakeEngine, shape: dict[str, Any], layouts: list[dict[str, int]]
 ) -> None:
-    if not torch.cuda.is_available():  # the sampler's kernels would take most of the interpreter's time
-        monkeypatch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
     one, *others = (answers(make_engine, shape, parallel, slice(1, 2)) for parallel in ({"tensor": 1}, *layouts))
     assert all(other == one for other in others)
 

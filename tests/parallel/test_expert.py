@@ -29,6 +29,7 @@ from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
 from mini_infer.parallel.expert_meter import Meter, traffic_of
 
+pytestmark = pytest.mark.usefixtures("plain_sampler")
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 3, 16, 8
 OVER_GROUPS = [form for form in Dispatch if form is not Dispatch.direct]  # which takes processes

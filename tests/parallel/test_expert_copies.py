@@ -25,6 +25,8 @@ from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
 from mini_infer.parallel.expert_copies import ExpertCopies, HotExperts, choose_copies
 from mini_infer.quantization.formats import SCHEMES, quantize
 
+pytestmark = pytest.mark.usefixtures("plain_sampler")
+
 
 @pytest.mark.parametrize(
     ("load", "ranks", "room", "copies"),

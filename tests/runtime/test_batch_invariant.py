@@ -13,10 +13,11 @@ from gpu_shapes import SHAPES
 from integrity import check_scheduler
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
-from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker import worker
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("plain_sampler"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+]
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -119,15 +120,6 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "speculation": {"method": "suffix", "num_tokens": 3, "adaptive": False},
     },
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def plain_sampler_on_a_cpu() -> Iterator[None]:
-    """Most of the interpreter's time would be the sampler's kernels, which test_sample.py is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
-        yield
 
 
 @pytest.fixture(scope="module")

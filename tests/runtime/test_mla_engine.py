@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrity import check_scheduler
+from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
 from safetensors.torch import load_file, save_file
 
 from experiments.lab.judge.probe import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
-from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker import worker
 
-VOCAB = 61
-NEW_TOKENS = 16
+VOCAB, NEW_TOKENS = 61, 16
+PROMPTS = made_up_prompts(VOCAB)
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -38,9 +36,7 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "initializer_range": 0.3,  # large enough that the greedy token leads clearly
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **CLEAR,
 }
 YARN = {
     "rope_type": "yarn",
@@ -69,31 +65,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    shared = torch.randint(0, VOCAB, (40,), generator=generator).tolist()
-    tails = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (3, 10, 1, 7)]
-    lone = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (1, 17, 50, 33)]
-    return [*(shared + tail for tail in tails), *lone]
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+def expected(folder: Path) -> Tokens:
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**SMALL, rope_parameters=YARN)
     model = transformers.DeepseekV3ForCausalLM(config).eval()
-    model.save_pretrained(folder)
+    tokens = saved(model, folder, PROMPTS, NEW_TOKENS)
     # As the published folders have it: a layer behind the last, which predicts further tokens.
     weights = load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(3, 6)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokens = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            mask = torch.ones(1, len(prompt), dtype=torch.int64)
-            out = model.generate(
-                torch.tensor([prompt]), attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-            )
-        tokens.append(out[0, len(prompt) :].tolist())
     return tokens
 
 
@@ -108,13 +87,9 @@ def make(folder: Path, form: str, machine: dict[str, Any], **more: Any) -> LLMEn
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("form", FORMS)
-def test_greedy_tokens_equal_transformers(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], form: str, machine: str
-) -> None:
+def test_greedy_tokens_equal_transformers(folder: Path, expected: Tokens, form: str, machine: str) -> None:
     engine = make(folder, form, MACHINES[machine])
-    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
-    check_scheduler(engine.scheduler)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert greedy(engine, PROMPTS, NEW_TOKENS) == expected
     records = engine.records
     assert any(record.preempted for record in records)
     assert any(record.num_prefilling for record in records), "no prompt was cut into chunks"
@@ -138,13 +113,10 @@ def test_the_cache_of_latents_is_as_small_as_its_layout_says(folder: Path, expec
     assert sizes == {"naive": 2 * 4 * (20 + 18) * 4, "auto": 2 * (24 + 8) * 4}
 
 
+@pytest.mark.usefixtures("plain_sampler")
 @pytest.mark.parametrize("form", ["auto", "latent", "absorbed"])
-def test_tokens_are_the_same_to_the_bit_in_any_company(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_tokens_are_the_same_to_the_bit_in_any_company(folder: Path, expected: list[list[int]], form: str) -> None:
     pytest.importorskip("triton")
-    if not torch.cuda.is_available():  # the sampler's kernels would take most of the interpreter's time
-        monkeypatch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
     machine = {
         "cache": SHORT["cache"] | {"num_blocks": 8},
         "scheduler": {"max_num_seqs": 3, "max_num_batched_tokens": 13},
@@ -162,16 +134,13 @@ def test_tokens_are_the_same_to_the_bit_in_any_company(
     engine.close()
 
 
-def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(folder: Path, expected: Tokens) -> None:
     machine = {**MACHINES["recompute"], "cache": SHORT["cache"] | {"dtype": "fp8"}}
     found = {}
     for form in ("latent", "absorbed", "auto"):
         engine = make(folder, form, machine)
         assert engine.startup.kv_token_bytes == 2 * (24 + 8)
-        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
-        found[form] = [output.outputs[0].token_ids for output in outputs]
+        found[form] = greedy(engine, PROMPTS, NEW_TOKENS)
         engine.close()
     assert found["latent"] == found["absorbed"] == found["auto"]
     first = [tokens[0] == whole[0] for tokens, whole in zip(found["auto"], expected, strict=True)]

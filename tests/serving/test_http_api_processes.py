@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +14,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import DRY, ROOT, Server, http_client, running, wait_for
+from forking import forks
+from http_server import DRY, Server, http_client, refusal, running, wait_for
 
 from experiments.lab.load.server import cpu_seconds
 
@@ -154,19 +153,21 @@ def test_sigterm_lets_all_finish_and_a_process_that_dies_is_replaced() -> None:
 
 
 def test_a_client_waits_while_all_processes_are_replaced_and_one_fails_to_start() -> None:
-    with running(*SLOW, forked=False) as server:
+    with running(*SLOW) as server:
         engine = server.http.get("/healthz").json()["engine_pid"]
 
         def processes() -> set[int]:
             return {child.pid for child in psutil.Process(server.process.pid).children()} - {engine}
 
         first = processes()
+        os.kill(engine, signal.SIGSTOP)  # so that none serves too soon
         for pid in first:
             os.kill(pid, signal.SIGKILL)
         with ThreadPoolExecutor(1) as thread:  # nobody else comes, who would wake the supervisor
             waiting = thread.submit(httpx.post, server.url + TEXT, json={**LONG, "max_tokens": 2}, timeout=60)
             wait_for(lambda: len(processes() - first) == 2)
             os.kill(min(processes() - first), signal.SIGKILL)
+            os.kill(engine, signal.SIGCONT)
             assert waiting.result().status_code == 200
         assert server.stop() == 0
         assert "an API process was killed by SIGKILL before it served, and another" in "".join(server.log)
@@ -196,25 +197,28 @@ def test_a_supervisor_that_is_killed_leaves_nobody() -> None:
 
 
 def test_a_process_that_dies_before_it_served_ends_all() -> None:
-    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    process = forks().server([*DRY, "--api-processes", "2"], os.environ)
     children: list[psutil.Process] = []
 
-    def started() -> bool:
+    def started(count: int) -> bool:
         children[:] = psutil.Process(process.pid).children()
-        return len(children) == 3
+        return len(children) >= count
 
-    wait_for(started)
+    wait_for(lambda: started(1))
+    children[0].suspend()  # the engine, without which none serves
+    wait_for(lambda: started(3))
     children[1].kill()
-    _, said = process.communicate(timeout=15)
-    assert process.returncode == 1
-    assert b"an API process was killed by SIGKILL before it served" in said
+    children[0].resume()
+    assert process.stdout is not None
+    with process.stdout:
+        said = process.stdout.read()
+    assert process.wait(15) == 1
+    assert "an API process was killed by SIGKILL before it served" in said
     assert not psutil.wait_procs(children, timeout=1)[1]
 
 
 def test_settings_that_the_engine_refuses_are_one_message() -> None:
-    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
-    done = subprocess.run([*command, "--model.max_model_len", "9999999"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
-    assert done.stderr.count("\n") == 1
+    code, said = refusal(*DRY, "--api-processes", "2", "--model.max_model_len", "9999999")
+    assert code == 2
+    assert said.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
+    assert said.count("\n") == 1
