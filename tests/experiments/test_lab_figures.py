@@ -109,16 +109,16 @@ def test_a_bar_that_dwarfs_another_is_a_dot_on_a_log_axis():
 
 def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
     variants = {"base": "base"} | {f"v{i}": f"v{i}" for i in range(6)}
-    found = bars.rows_of(PanelSpec("itl_p99_ms"), result(variants=variants))
-    assert found is None or found.names == list(variants.values())  # factors grow: a log axis, or not
+    assert bars.of(PanelSpec("itl_p99_ms"), result(variants=variants)).names == list(variants.values())
     values = dict.fromkeys(variants, 5.0)
     given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")])
-    found = bars.rows_of(PanelSpec("output_tokens_per_s"), given)
+    found = bars.of(PanelSpec("output_tokens_per_s"), given)
     assert list(found.series) == ["concurrency 1", "concurrency 8"]
-    assert not found.log
+    assert (found.dots, found.log) == (True, False)
     few = {"base": 5.0, "new": 6.0}
     given = result(rows=[*rows(few), *rows(few, point="concurrency=1")])
-    assert bars.rows_of(PanelSpec("output_tokens_per_s"), given) is None
+    found = bars.of(PanelSpec("output_tokens_per_s"), given)
+    assert (found.names, list(found.series), found.dots) == (["1", "8"], list(given.info.variants.values()), False)
 
 
 def test_pairs_that_cannot_be_told_from_one_are_grey():
@@ -173,8 +173,8 @@ def test_throughput_against_latency_is_a_curve_of_those_in_flight():
     assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
 
 
-def test_many_cases_with_long_names_are_rows():
-    points = {f"a case with a name, {n}": {"case": n} for n in range(6)}
+def test_cases_with_long_names_are_of_one_colour_where_one_variant_has_them():
+    points = {name: {"case": name} for name in (f"a case with a name, {n}" for n in range(6))}
     given = result(variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(6), points=points)
     given = replace(given, rows=tuple(rows({"new": 100 + n}, point=point)[0] for n, point in enumerate(points)))
     (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
@@ -187,7 +187,7 @@ def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
     given = replace(given, rows=tuple(row for row in given.rows if row.variant != "absent"))
     (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
     assert ax.get_legend_handles_labels()[1] == ["off", "on"]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
+    assert [bar.get_y() + bar.get_height() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
 
 
 # Waiting, memory, kernels

@@ -1,10 +1,10 @@
-"""Medians as bars, one group a point, with their intervals and every repeat as a dot. Where bars would say nothing,
-because a group has too many or one dwarfs the others, and where one point has long names, rows beside each other."""
+"""Medians as bars that lie, so that names and numbers can be read: a group a point, with intervals and every repeat as
+a dot. Where bars would say nothing, because a group has too many or one dwarfs the others, markers without bars."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,161 +16,132 @@ from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
 from experiments.lab.show.figures.intervals import Estimator, Intervals, intervals, of_metric, tip
-from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
-LETTER = 0.075  # inches, of a number above a bar: where it has not the room, it is turned upright
-MANY = 4  # bars in a group that can still be told apart, and long names below them
-LONG = 10  # letters
+MANY = 4  # bars in a group that can still be told apart
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
-MIDDLE: dict[str, Any] = {"va": "center"}
-CENTRED: dict[str, Any] = {"ha": "center", "va": "bottom"}
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
+BAR, GROUP = 0.22, 0.5  # inches: of a bar, and of a group at least
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What stands in rows: names, and for each series its label and the repeats of every row (none: not measured).
+class Groups:
+    """What stands below each other.
 
     Attributes:
-        log: dots on a log axis; else bars where there is one series, and dots where there are more.
-        by_point: the series are points, and the rows variants; else the other way round.
-        estimate: of a row's repeats.
+        names: of the groups.
+        label: what they are, beside their axis.
+        series: label -> the repeats in each group (none: nothing valid).
+        tried: of each series and group, whether there are values that do not count.
+        by_point: the series are points, and the groups variants; else the other way round.
+        dots: instead of bars.
+        log: the axis.
+        estimate: of repeats.
     """
 
     names: list[str]
+    label: str
     series: dict[str, list[dict[Turn, float]]]
-    tried: list[bool]
-    log: bool
+    tried: list[list[bool]]
     by_point: bool
+    dots: bool
+    log: bool
     estimate: Estimator
 
+    @property
+    def height(self) -> float:
+        """In inches."""
+        return len(self.names) * max(GROUP, 0.0 if self.dots else BAR * len(self.series))
 
-def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
-    """None where upright bars are the better picture."""
-    if panel.kind is not PanelKind.bars:
-        return None
-    variants, at = result.info.variants, _points(panel, result)
-    found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
-    every = [stats.absolute(values).median for values in found.values() if values]
-    log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
-    if len(variants) == 1:
-        beside = len(at) > MANY and max(map(len, at)) > LONG
+
+def of(panel: PanelSpec, result: Result) -> Groups:
+    """Groups are points; of one point, or of many variants, these are."""
+    info, metric, values = result.info, panel.metric, result.table.values
+    at = [p for p in info.points if any(values(v, p, metric) for v in info.variants)]
+    known = {(row.variant, row.point) for row in result.rows if row.metric == metric}
+    by_point = len(at) == 1 or len(info.variants) > MANY
+    variants = [v for v in info.variants if by_point or any((v, p) in known for p in at)]
+    every = [stats.absolute(found).median for v in variants for p in at if (found := values(v, p, metric))]
+    log = len(variants) > 1 and bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
+    estimate = of_metric(info.metrics.get(metric))
+    if by_point:
+        names, label = [info.variants[v] for v in variants], ""
+        series = {wording.point(p): [values(v, p, metric) for v in variants] for p in at}
+        tried = [[(v, p) in known for v in variants] for p in at]
     else:
-        beside = log or len(at) == 1 or len(variants) > MANY
-    if not beside:
-        return None
-    estimate = of_metric(result.info.metrics.get(panel.metric))
-    if len(at) > 1 and len(variants) <= MANY:
-        by_variant = {label: [found[v, p] for p in at] for v, label in variants.items()}
-        return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False, estimate)
-    tried = {row.variant for row in result.rows if row.metric == panel.metric}
-    by_point = {wording.point(p): [found[v, p] for v in variants] for p in at}
-    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, True, estimate)
+        names, label = lines.names_of(at, panel, result)
+        series = {info.variants[v]: [values(v, p, metric) for p in at] for v in variants}
+        tried = [[(v, p) in known for p in at] for v in variants]
+    return Groups(names, label, series, tried, by_point, log or (by_point and len(at) > 1), log, estimate)
 
 
-def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
-    """False where nothing is drawn."""
-    count, plain_bars = len(rows.series), len(rows.series) == 1 and not rows.log
-    most = max((v for each in rows.series.values() for values in each for v in values.values()), default=0.0)
-    for index, (label, measured) in enumerate(rows.series.items()):
-        kept = [(row, values) for row, values in enumerate(measured) if values]
-        if not kept:
-            continue
-        repeats = [values for _, values in kept]
-        drawn = intervals(repeats, rows.estimate)
-        places = [row + (index - (count - 1) / 2) * 0.5 / count for row, _ in kept]
-        tips = [tip(rows.names[row], label if count > 1 else "", values, rows.estimate) for row, values in kept]
-        if plain_bars:
-            for one, (place, (row, _)) in enumerate(zip(places, kept, strict=True)):
-                errors = [[side[one]] for side in drawn.errors]
-                colour = row if rows.by_point else 0  # is a variant's
-                (bar,) = ax.barh(place, drawn.medians[one], 0.72, xerr=errors, **_bar_style(colour))
-                frame.says(bar, [tips[one]])
-        else:
+def draw(ax: Axes, groups: Groups, named: bool) -> bool:
+    """False where there is nothing to draw."""
+    if not groups.names:
+        return False
+    count = len(groups.series)
+    room = (0.5 if groups.dots else 0.8) / count
+    most = SPARE * max((x for each in groups.series.values() for found in each for x in found.values()), default=0.0)
+    for index, (label, measured) in enumerate(groups.series.items()):
+        aside = (index - (count - 1) / 2) * room
+        kept = [(group, repeats) for group, repeats in enumerate(measured) if repeats]
+        drawn = intervals([repeats for _, repeats in kept], groups.estimate)
+        legend = label if count > 1 else None
+        told = [tip(groups.names[group].replace("\n", " "), label if count > 1 else "", repeats, groups.estimate)
+                for group, repeats in kept]  # fmt: skip
+        if groups.dots and kept:
             style = line_style(index, 0) | {"linestyle": "none"}
-            if rows.by_point and count > 1:  # colours are the variants'
+            if groups.by_point and count > 1:  # colours are the variants'
                 style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
-            points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
-                                     **style)  # fmt: skip
-            frame.says(points, tips)
-        _repeats(ax, places, repeats, drawn, SPARE * most, across=True, number=count == 1)
-    for row, tried in enumerate(rows.tried):
-        if not any(measured[row] for measured in rows.series.values()):
-            ax.annotate("INVALID" if tried else "not measured", (0, row), (3, 0), xycoords=("axes fraction", "data"),
-                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-    frame.name_rows(ax, [textwrap.fill(name, 26) for name in rows.names])
-    if not named:
+            places = [group + aside for group, _ in kept]
+            points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=legend, **style)
+            frame.says(points, told)
+        for one, (group, repeats) in enumerate(kept):
+            if not groups.dots:
+                style = _bar_style(group if groups.by_point else index)
+                errors = [[side[one]] for side in drawn.errors]
+                (bar,) = ax.barh(group + aside, drawn.medians[one], 0.9 * room, xerr=errors,
+                                 label=None if one else legend, **style)  # fmt: skip
+                frame.says(bar, [told[one]])
+            ax.plot([*repeats.values()], [group + aside] * len(repeats), ".", color=INK, markersize=3, alpha=0.6,
+                    zorder=4)  # fmt: skip
+            if not groups.dots or count == 1:
+                _number(ax, drawn, one, [*repeats.values()], group + aside, most)
+    for group in range(len(groups.names)):
+        _missing(ax, groups, group, room)
+    frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names] if named else [""] * len(groups.names))
+    if named:
+        ax.set_ylabel(groups.label, fontsize=9)
+    else:
         ax.set_yticks([])
     ax.margins(x=0.16)
-    if rows.log:
+    if groups.log:
         frame.log(ax.xaxis, ax, True)
     else:
         frame.from_zero(ax.xaxis, ax, True, 5)
-    return any(values for measured in rows.series.values() for values in measured)
+    return True
 
 
-def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, float]:
-    """Upright, in a panel of `width` inches. Where each point stands on the x axis; empty where nothing is drawn."""
-    variants, at = result.info.variants, _points(panel, result)
-    found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
-    tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
-    places_of = [v for v in variants if any(who == v for who, _ in tried)]
-    step = 0.8 / max(1, len(places_of))
-    estimates = (result.estimate(v, p, panel.metric) for v, p in found)
-    longest = max((len(wording.number(each.median)) for each in estimates if each), default=0)
-    dense = 0.8 * width * step / max(1, len(at)) < LETTER * longest
-    most = max((value for values in found.values() for value in values.values()), default=0.0)
-    estimate = of_metric(result.info.metrics[panel.metric])
-    for column, (variant, label) in enumerate(variants.items()):
-        if variant not in places_of:
-            continue
-        aside = (places_of.index(variant) - (len(places_of) - 1) / 2) * step
-        place_of = {p: group + aside for group, p in enumerate(at)}
-        for point, place in place_of.items():
-            if not found[variant, point] and (variant, point) in tried:
-                ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",
-                            fontsize=7.5, rotation=90)  # fmt: skip
-        kept = [point for point in at if found[variant, point]]
-        places, repeats = [place_of[point] for point in kept], [found[variant, point] for point in kept]
-        drawn = intervals(repeats, estimate)
-        bars = ax.bar(places, drawn.medians, step * 0.92, yerr=drawn.errors, label=label, **_bar_style(column))
-        for bar, point in zip(bars, kept, strict=True):
-            frame.says(bar, [tip(label, wording.point(point), found[variant, point], estimate)])
-        _repeats(ax, places, repeats, drawn, SPARE * most, across=False, number=True, rotation=90 if dense else 0)
-    ax.margins(y=0.24 if dense else 0.1)
-    lines.name_points(ax, panel, result, at, width)
-    return {point: float(index) for index, point in enumerate(at)}
+def _number(ax: Axes, drawn: Intervals, one: int, repeats: Sequence[float], place: float, most: float) -> None:
+    """The median behind what is seen of a bar, up to `most`."""
+    end = min(float(np.nanmax([*repeats, drawn.medians[one] + drawn.errors[1][one]])), most)
+    ax.annotate(wording.number(drawn.medians[one]), (end, place), (4, 0), textcoords="offset points", fontsize=8,
+                va="center")  # fmt: skip
 
 
-def _points(panel: PanelSpec, result: Result) -> list[str]:
-    info = result.info
-    return [p for p in info.points if any(result.table.values(v, p, panel.metric) for v in info.variants)]
-
-
-def _repeats(
-    ax: Axes,
-    places: Sequence[float],
-    repeats: Sequence[Mapping[Turn, float]],
-    drawn: Intervals,
-    most: float,
-    *,
-    across: bool,
-    number: bool,
-    rotation: int = 0,
-) -> None:
-    """Every repeat as a dot, and the median behind what is seen of a bar, up to `most`. `across`: values are on the x
-    axis."""
-    for index, (place, values) in enumerate(zip(places, repeats, strict=True)):
-        dots = [(value, place) if across else (place, value) for value in values.values()]
-        ax.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
-        if number:
-            end = min(float(np.nanmax([*values.values(), drawn.medians[index] + drawn.errors[1][index]])), most)
-            away = 3 + across
-            ax.annotate(wording.number(drawn.medians[index]), (end, place) if across else (place, end),
-                        (away, 0) if across else (0, away), textcoords="offset points", rotation=rotation,
-                        fontsize=8 if across else 7.5, **(MIDDLE if across else CENTRED))  # fmt: skip
+def _missing(ax: Axes, groups: Groups, group: int, room: float) -> None:
+    """Why there is no bar: of a group with none at all once."""
+    lacking = [(index, tried[group]) for index, (tried, measured) in
+               enumerate(zip(groups.tried, groups.series.values(), strict=True)) if not measured[group]]  # fmt: skip
+    if len(lacking) == len(groups.series):
+        told = [(0.0, "INVALID" if any(tried for _, tried in lacking) else "not measured")]
+    else:
+        told = [((index - (len(groups.series) - 1) / 2) * room, "INVALID") for index, tried in lacking if tried]
+    for aside, why in told:
+        ax.annotate(why, (0, group + aside), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                    va="center", fontsize=8)  # fmt: skip
 
 
 def _bar_style(index: int) -> dict[str, Any]:

@@ -4,8 +4,6 @@ the bounds of claims."""
 from __future__ import annotations
 
 import math
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,10 +14,9 @@ from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
 from experiments.lab.show.figures.intervals import intervals, of_metric, tip
-from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
-NAME_WIDTH = 12  # characters of a named point below its bars
 FAR = 3  # a bound this many times above everything measured would only press the data flat
 
 
@@ -117,10 +114,7 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
         ax.plot([], [], color=BOUND if alone else INK, linewidth=1.6, label=label)
         for claim in (claim for claim in claims if claim.point in places):
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
-            if panel.kind is PanelKind.bars:
-                ax.plot([x - 0.46, x + 0.46], [claim.value] * 2, color=colour, linewidth=1.6, zorder=5)
-            else:
-                ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
+            ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
         return
     for claim in claims:
         at = f" at {wording.point(claim.point)}" if claim.point else ""
@@ -128,15 +122,14 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
         ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 
-def name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str], width: float) -> None:
-    """On the x axis of a panel of `width` inches, by the value alone where they differ in one setting."""
+def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[list[str], str]:
+    """Values alone, and what they are of, where points differ in one setting; else all but what the title has."""
     key = _only_key(result, points)
-    names = [_in_lines(p, panel) for p in points] if key is None else [_setting(result, p) for p in points]
-    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
-    ax.set_xticks(range(len(points)), names)
-    if longest * len(names) * 0.085 > width * 0.8:  # about 0.085 inches a letter
-        ax.tick_params(axis="x", labelrotation=90, labelsize=8)
-    ax.set_xlabel(panel.x_label or wording.setting(key or ""), fontsize=9)
+    if key is not None:
+        return [_setting(result, point) for point in points], panel.x_label or wording.setting(key)
+    told = {f"{name.rpartition('.')[2]}={value}" for name, value in panel.where.items()} | {panel.where.get("case")}
+    shown = (" ".join(word for word in point.split(" ") if word not in told) for point in points)
+    return [wording.point(name) for name in shown], panel.x_label
 
 
 def has_log_y(panel: PanelSpec, result: Result) -> bool:
@@ -149,14 +142,6 @@ def plain_setting(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _in_lines(point: str, panel: PanelSpec) -> str:
-    """A setting a line, without those that the panel's title has."""
-    told = {f"{key.rpartition('.')[2]}={value}" for key, value in panel.where.items()} | {panel.where.get("case")}
-    words = [word for word in point.split(" ") if word not in told]
-    lines = re.sub(r" (?=\S+=)", "\n", " ".join(words)).split("\n")
-    return "\n".join(textwrap.fill(wording.point(line), NAME_WIDTH, break_long_words=False) for line in lines)
 
 
 def _only_key(result: Result, points: Sequence[str]) -> str | None:

@@ -18,7 +18,6 @@ from experiments.lab.store.result import Result
 NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
-ROW_HEIGHT = 0.5  # of a row of bars
 
 
 def draw(plot: PlotSpec, result: Result) -> Figure:
@@ -28,16 +27,16 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
-    flat = [bars.rows_of(panel, each) for panel, each in zip(plot.panels, own, strict=True)]
-    longest = max((len(each.names) for each in flat if each), default=0)
-    height = max(1.6 if all(flat) else PANEL_HEIGHT, 1.1 + ROW_HEIGHT * longest)
+    flat = [bars.of(panel, each) if panel.kind is PanelKind.bars else None
+            for panel, each in zip(plot.panels, own, strict=True)]  # fmt: skip
+    height = max([1.6 if all(flat) else PANEL_HEIGHT, *(1.1 + each.height for each in flat if each)])
     figure = frame.new(width, rows * height + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for index, (ax, panel, each) in enumerate(zip(axes, plot.panels, own, strict=False)):
         frame.tidy(ax, "x" if flat[index] else "y")
         before, here = flat[index - 1] if index % columns else None, flat[index]
         named = here is None or before is None or before.names != here.names
-        why = _panel(ax, panel, each, width / columns, here, named)
+        why = _panel(ax, panel, each, here, named)
         if why:
             frame.nothing(ax, why)
     for ax in axes[len(own) :]:
@@ -54,8 +53,8 @@ def _stack(panel: PanelSpec, result: Result) -> Figure:
     return figure
 
 
-def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.Rows | None, named: bool) -> str:
-    """Why there is nothing to draw; else empty. `rows`: of bars that lie; `named`: whether they are."""
+def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | None, named: bool) -> str:
+    """Why there is nothing to draw; else empty. `groups`: of bars; `named`: whether they are."""
     metric = result.info.metrics.get(panel.metric)
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
@@ -67,17 +66,12 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.
         return "" if matrix.draw(ax, panel.metric, result) else NO_VALUE
     if panel.kind is PanelKind.formula:
         return "" if formula.draw(ax, panel, result) else NO_VALUE
-    if rows is not None:
+    if groups is not None:
         ax.set_xlabel(frame.axis_label(metric, 32), fontsize=9)
-        return "" if bars.draw_rows(ax, rows, named) else NO_VALUE
-    places: dict[str, float] = {}
-    if panel.kind is PanelKind.curve:
-        drawn = lines.curve(ax, panel, result)
-    else:
-        is_bars = panel.kind is PanelKind.bars
-        places = bars.draw(ax, panel, result, width) if is_bars else lines.draw(ax, panel, result)
-        drawn = bool(places)
-    if not drawn:
+        return "" if bars.draw(ax, groups, named) else NO_VALUE
+    is_curve = panel.kind is PanelKind.curve
+    places = {} if is_curve else lines.draw(ax, panel, result)
+    if not places and not (is_curve and lines.curve(ax, panel, result)):
         return NO_VALUE
     if lines.has_log_y(panel, result):
         frame.log(ax.yaxis, ax, False)
