@@ -183,10 +183,11 @@ def test_cases_with_long_names_are_of_one_colour_where_one_variant_has_them():
 
 
 def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
-    given = result(sizes=(1, 8), variants={"base": "off", "new": "on", "absent": "absent"}, claims=())
+    given = result(sizes=(1, 8), variants={"absent": "absent", "base": "off", "new": "on"}, claims=())
     given = replace(given, rows=tuple(row for row in given.rows if row.variant != "absent"))
     (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
     assert ax.get_legend_handles_labels()[1] == ["off", "on"]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches[::2]] == list(frame.COLOURS[1:3])
     assert [bar.get_y() + bar.get_height() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
 
 

@@ -34,6 +34,7 @@ class Groups:
         names: of the groups.
         label: what they are, beside their axis.
         series: label -> the repeats in each group (none: nothing valid).
+        colours: of the series, or of the groups, whichever are variants: their places among all of the result.
         tried: of each series and group, whether there are values that do not count.
         by_point: the series are points, and the groups variants; else the other way round.
         dots: instead of bars.
@@ -44,6 +45,7 @@ class Groups:
     names: list[str]
     label: str
     series: dict[str, list[dict[Turn, float]]]
+    colours: list[int]
     tried: list[list[bool]]
     by_point: bool
     dots: bool
@@ -74,7 +76,8 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         names, label = lines.names_of(at, panel, result)
         series = {info.variants[v]: [values(v, p, metric) for p in at] for v in variants}
         tried = [[(v, p) in known for p in at] for v in variants]
-    return Groups(names, label, series, tried, by_point, log or (by_point and len(at) > 1), log, estimate)
+    colours = [list(info.variants).index(v) for v in variants]
+    return Groups(names, label, series, colours, tried, by_point, log or (by_point and len(at) > 1), log, estimate)
 
 
 def draw(ax: Axes, groups: Groups, named: bool) -> bool:
@@ -92,7 +95,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
         told = [tip(groups.names[group].replace("\n", " "), label if count > 1 else "", repeats, groups.estimate)
                 for group, repeats in kept]  # fmt: skip
         if groups.dots and kept:
-            style = line_style(index, 0) | {"linestyle": "none"}
+            style = line_style(index if groups.by_point else groups.colours[index], 0) | {"linestyle": "none"}
             if groups.by_point and count > 1:  # colours are the variants'
                 style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
             places = [group + aside for group, _ in kept]
@@ -100,7 +103,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             frame.says(points, told)
         for one, (group, repeats) in enumerate(kept):
             if not groups.dots:
-                style = _bar_style(group if groups.by_point else index)
+                style = _bar_style(groups.colours[group if groups.by_point else index])
                 errors = [[side[one]] for side in drawn.errors]
                 (bar,) = ax.barh(group + aside, drawn.medians[one], 0.9 * room, xerr=errors,
                                  label=None if one else legend, **style)  # fmt: skip

@@ -126,7 +126,9 @@ def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[l
     """Values alone, and what they are of, where points differ in one setting; else all but what the title has."""
     key = _only_key(result, points)
     if key is not None:
-        return [_setting(result, point) for point in points], panel.x_label or wording.setting(key)
+        numbers = all(is_number(value) for point in points for value in result.info.points[point].values())
+        label = panel.x_label or (wording.setting(key) if numbers else "")
+        return [_setting(result, point) for point in points], label
     told = {f"{name.rpartition('.')[2]}={value}" for name, value in panel.where.items()} | {panel.where.get("case")}
     shown = (" ".join(word for word in point.split(" ") if word not in told) for point in points)
     return [wording.point(name) for name in shown], panel.x_label
