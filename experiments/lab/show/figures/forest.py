@@ -84,12 +84,12 @@ def _parts(effect: Effect, info: RunInfo) -> tuple[str, str, str]:
 def _ticks(ax: Axes, most: float) -> None:
     """Up to `most`, beyond which figures stand; finer ones where all rows lie near 1."""
     left, right = ax.get_xlim()
-    if right / left > 6:
-        frame.log_ticks(ax.xaxis, right / left)
+    if most / left > 6:
+        frame.log_ticks(ax.xaxis, most / left)
         frame.ticks(ax.xaxis, [place for place in ax.get_xticks() if left <= place <= most])
     else:
         places = [place for place in NEAR if left <= place <= most]
-        frame.ticks(ax.xaxis, places if right / left > 2 else [0.9, *places, 1.1])
+        frame.ticks(ax.xaxis, places if most / left > 2 else [0.9, *places, 1.1])
     ax.set_xlim(left, right)
 
 
