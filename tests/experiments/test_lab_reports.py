@@ -91,14 +91,14 @@ def test_what_guards_against_a_loss_says_how_much_may_be_lost():
     variants = {"base": "without", "new": "with"}
     text = answer(result(claims=claims, variants=variants, seed=3))
     assert text.startswith("Concurrency 8: 1.50x tokens/s (4,277 -> 6,446)")
-    assert re.search(r"; concurrency 1: no loss above [\d.]+ % in P99 gap\.", text)
+    assert re.search(r"; concurrency 1: no loss above [\d.]+ % in P99 ITL\.", text)
 
 
 def test_where_nothing_is_compared_every_variant_of_the_first_claim_is_named():
     claims = [Claim("itl_p99_ms", name, "concurrency=8", Bound.at_most, 20.0) for name in ("base", "new")]
     given = result(claims=tuple(claims))
     text = answer(replace(given, info=replace(given.info, baseline=None)))
-    assert text.startswith("P99 gap, concurrency 8: ")
+    assert text.startswith("P99 ITL, concurrency 8: ")
     assert all(re.search(rf"{label} [\d.]+ ms", text) for label in VARIANTS.values())
 
 
@@ -117,7 +117,7 @@ def test_where_claims_name_several_variants_each_is_told_once():
 
 def test_a_loss_that_cannot_be_is_none():
     same = Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.02, "base", "concurrency=1")
-    assert answer(result(claims=(same,), noise=0.0)).endswith("no loss in P99 gap. Claims: 1 supported.")
+    assert answer(result(claims=(same,), noise=0.0)).endswith("no loss in P99 ITL. Claims: 1 supported.")
 
 
 def test_where_values_do_not_count_stands_on_the_first_screen():

@@ -13,9 +13,9 @@ from experiments.lab.store.result import Provenance, RunInfo
 NOTHING = "-"
 _SHORT = {  # what a metric is called where a line has no room
     "ttft": "first token",
-    "itl_p50": "median gap",
-    "itl_p99": "P99 gap",
-    "itl_max": "longest gap",
+    "itl_p50": "median ITL",
+    "itl_p99": "P99 ITL",
+    "itl_max": "longest ITL",
     "tpot": "time per token",
     "e2e": "whole answer",
     "step": "step",
@@ -57,7 +57,7 @@ RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_sq
 
 
 def short(name: str, info: RunInfo) -> str:
-    """`ttft_ms` as `first token`; `itl_p99_ms@stream` as `P99 gap of stream`."""
+    """`ttft_ms` as `first token`; `itl_p99_ms@stream` as `P99 ITL of stream`."""
     group = name.partition("@")[2]
     text = known(name) or info.metrics[name].label.partition(",")[0]
     group = re.sub(r"([a-z])(\d)", r"\1 \2", group)  # `turn2`
