@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 import shutil
 import sysconfig
@@ -218,8 +219,11 @@ def _usable(folder: Path, dropped: dict[str, int]) -> Iterator[Source]:
 def _paths(folder: Path) -> list[str]:
     """Of the library's files. What is left out here is not counted: how many packages are installed says nothing about
     the corpus."""
-    paths = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.py"))
-    return [p for p in paths if not EXCLUDED_PARTS.intersection(p.split("/")) and not p.startswith(EXCLUDED_PREFIXES)]
+    found: list[str] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in EXCLUDED_PARTS]
+        found += (Path(parent, name).relative_to(folder).as_posix() for name in files if name.endswith(".py"))
+    return sorted(path for path in found if not path.startswith(EXCLUDED_PREFIXES))
 
 
 def _read(folder: Path, path: str, dropped: dict[str, int]) -> Source | None:

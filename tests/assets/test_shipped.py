@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ def models() -> Loaded:
     target, tokenizer = load(ASSETS / "tiny-target")
     draft, _ = load(ASSETS / "tiny-draft")
     return target, draft, tokenizer
+
+
+@pytest.fixture(scope="module")
+def moe() -> Any:
+    return load(ASSETS / "tiny-moe")[0]
 
 
 def test_models_have_the_stated_shapes(models: Loaded) -> None:
@@ -82,9 +88,8 @@ def test_quality_on_held_out_text_is_what_the_card_says(models: Loaded) -> None:
     assert 0.5 < float(reading.overlap.mean()) <= 1.0
 
 
-def test_the_mixture_is_what_the_card_says(models: Loaded) -> None:
+def test_the_mixture_is_what_the_card_says(models: Loaded, moe: Any) -> None:
     target, _, tokenizer = models
-    moe, _ = load(ASSETS / "tiny-moe")
     config, card = moe.config, json.loads((ASSETS / "training" / "metrics.json").read_text())
     assert (config.hidden_size, config.num_hidden_layers) == (MOE.hidden_size, MOE.num_layers)
     assert (config.n_routed_experts, config.num_experts_per_tok) == (MOE.num_experts, MOE.top_k)
@@ -102,14 +107,13 @@ def test_the_mixture_is_what_the_card_says(models: Loaded) -> None:
     assert min(found.idlest) > 0.1
 
 
-def test_the_engine_writes_what_transformers_writes(models: Loaded) -> None:
-    moe, tokenizer = load(ASSETS / "tiny-moe")
+def test_the_engine_writes_what_transformers_writes(models: Loaded, moe: Any) -> None:
     engine = LLMEngine(EngineConfig.from_dict({"model": "tiny-moe", "cache": {"num_blocks": 64}}))
-    prompts = heldout_prompts(4, min_tokens=20, max_tokens=60, seed=1)
-    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    prompts = heldout_prompts(2, min_tokens=20, max_tokens=60, seed=1)
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
     for prompt, output in zip(prompts, outputs, strict=True):
         stops = moe.generation_config.eos_token_id
-        written = greedy(moe, tokenizer.encode(prompt), new_tokens=24)
+        written = greedy(moe, models[2].encode(prompt), new_tokens=16)
         assert output.outputs[0].token_ids == [token for token in written if token not in stops]
 
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,39 @@ RECIPES = [
 ]
 
 
+ENGINES = [
+    Recipe("w4a16", Method.gptq, **FEW, symmetric=False),
+    Recipe("w8a8", Method.smoothquant, **FEW),
+    Recipe("fp8", Method.rtn, **FEW),
+    Recipe("mixed", Method.rtn, **FEW),
+]
+
+
+@pytest.fixture(scope="module")
+def quantized(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Path]:
+    """The folder that a recipe makes."""
+    return cache(
+        lambda recipe: quantize_folder(str(folder), tmp_path_factory.mktemp("quantized") / "out", recipe, texts, CPU)
+    )
+
+
+@pytest.fixture(scope="module")
+def meant(folder: Path) -> Callable[[Recipe], Any]:
+    """transformers' model with the weights that a recipe rounds to."""
+
+    @cache
+    def made(recipe: Recipe) -> Any:
+        model, ids = whole(folder), ids_of(folder, recipe)
+        for layer, _ in quantized_layers(StreamedDecoder(folder, CPU), recipe, ids if recipe.needs_text else None):
+            put_in(model, layer, recipe)
+        return model
+
+    return made
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scheme}-{r.method.value}{'' if r.symmetric else '-z'}")
-def test_transformers_computes_what_was_meant(folder: Path, tmp_path: Path, recipe: Recipe) -> None:
-    out = quantize_folder(str(folder), tmp_path / "out", recipe, texts, CPU)
-    found = whole(out)
-    expected = whole(folder)
-    ids = ids_of(folder, recipe)
-    decoder = StreamedDecoder(folder, CPU)
-    for layer, _ in quantized_layers(decoder, recipe, ids if recipe.needs_text else None):
-        put_in(expected, layer, recipe)
+def test_transformers_computes_what_was_meant(folder: Path, quantized: Any, meant: Any, recipe: Recipe) -> None:
+    found, expected, ids = whole(quantized(recipe)), meant(recipe), ids_of(folder, recipe)
     a, b = logits(found, ids[0]), logits(expected, ids[0])
     # Where activations are rounded, the library's scales of them are not ours: the largest is 127.5 of its steps.
     allowed = 1e-5 if recipe.formats.activations is None else 2e-2
@@ -84,8 +109,8 @@ def test_transformers_computes_what_was_meant(folder: Path, tmp_path: Path, reci
     assert 1e-4 < changed < (0.4 if recipe.scheme == "w4a16" else 0.1)
 
 
-def test_layers_that_are_kept_are_told_of(folder: Path, tmp_path: Path) -> None:
-    out = quantize_folder(str(folder), tmp_path / "out", RECIPES[-1], texts, CPU)
+def test_layers_that_are_kept_are_told_of(folder: Path, quantized: Any) -> None:
+    out = quantized(RECIPES[-1])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     kept = {"lm_head", "model.layers.0.mlp.down_proj"} | {f"model.layers.{i}.self_attn.v_proj" for i in (0, 1)}
     assert set(config["ignore"]) == kept
@@ -94,10 +119,8 @@ def test_layers_that_are_kept_are_told_of(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_mixed_keeps_the_columns_with_the_largest_inputs(folder: Path, tmp_path: Path) -> None:
-    recipe = Recipe("mixed", Method.rtn, **FEW)
-    tensors = read_all(quantize_folder(str(folder), tmp_path / "out", recipe, texts, CPU))
-    original = read_all(folder)
+def test_mixed_keeps_the_columns_with_the_largest_inputs(folder: Path, quantized: Any) -> None:
+    tensors, original = read_all(quantized(ENGINES[-1])), read_all(folder)
     columns = tensors["model.layers.0.self_attn.q_proj.outlier_columns"]
     assert columns.tolist() == tensors["model.layers.0.self_attn.k_proj.outlier_columns"].tolist()
     assert columns.numel() == 8
@@ -108,21 +131,9 @@ def test_mixed_keeps_the_columns_with_the_largest_inputs(folder: Path, tmp_path:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe("w4a16", Method.gptq, **FEW, symmetric=False),
-        Recipe("w8a8", Method.smoothquant, **FEW),
-        Recipe("fp8", Method.rtn, **FEW),
-        Recipe("mixed", Method.rtn, **FEW),
-    ],
-    ids=lambda recipe: recipe.scheme,
-)
-def test_our_engine_computes_what_was_meant(folder: Path, tmp_path: Path, recipe: Recipe) -> None:
-    out = quantize_folder(str(folder), tmp_path / "out", recipe, texts, CPU)
-    expected, ids = whole(folder), ids_of(folder, recipe)
-    for layer, _ in quantized_layers(StreamedDecoder(folder, CPU), recipe, ids if recipe.needs_text else None):
-        put_in(expected, layer, recipe)
+@pytest.mark.parametrize("recipe", ENGINES, ids=lambda recipe: recipe.scheme)
+def test_our_engine_computes_what_was_meant(folder: Path, quantized: Any, meant: Any, recipe: Recipe) -> None:
+    out, expected, ids = quantized(recipe), meant(recipe), ids_of(folder, recipe)
     model = ModelConfig(path=str(out), device=Device.cpu, dtype=DType.float32)
     engine = LLMEngine(EngineConfig(model=model, cache=CacheConfig(num_blocks=16)))
     # Sums in another order, and a rounded activation is now and then the next code.
@@ -140,12 +151,12 @@ def test_our_engine_computes_what_was_meant(folder: Path, tmp_path: Path, recipe
         engine.close()
 
 
-@pytest.mark.parametrize("method", [Method.rtn, Method.gptq])
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=["rtn", "gptq"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_interrupted_it_goes_on_to_the_same_files(folder: Path, tmp_path: Path, method: Method, layers: int) -> None:
-    recipe = Recipe("w4a16", method, **FEW)
-    expected = quantize_folder(str(folder), tmp_path / "expected", recipe, texts, CPU)
-    out = tmp_path / "out"
+def test_interrupted_it_goes_on_to_the_same_files(
+    folder: Path, tmp_path: Path, quantized: Any, recipe: Recipe, layers: int
+) -> None:
+    expected, out = quantized(recipe), tmp_path / "out"
 
     def interrupt(done: int, total: int) -> None:
         if done == layers:
@@ -196,10 +207,9 @@ def test_groups_that_do_not_divide(folder: Path, tmp_path: Path) -> None:
             quantize_folder(str(folder), tmp_path / recipe.scheme, recipe, texts, CPU)
 
 
-def test_a_folder_that_is_quantized_already(folder: Path, tmp_path: Path) -> None:
-    out = quantize_folder(str(folder), tmp_path / "out", Recipe("fp8", Method.rtn), texts, CPU)
+def test_a_folder_that_is_quantized_already(tmp_path: Path, quantized: Any) -> None:
     with pytest.raises(ModelError, match="is quantized already"):
-        quantize_folder(str(out), tmp_path / "again", Recipe("fp8", Method.rtn), texts, CPU)
+        quantize_folder(str(quantized(ENGINES[2])), tmp_path / "again", Recipe("fp8", Method.rtn), texts, CPU)
 
 
 @pytest.mark.parametrize("change", ["not finite", "missing"])

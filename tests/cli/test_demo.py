@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from mini_infer.cli import demo
 from mini_infer.cli.demo import main, play
 from mini_infer.cli.demo_lane import Arrival, Lane, LaneClock
 from mini_infer.cli.demo_scenes import DRY, SCENES
@@ -33,43 +32,31 @@ def plain() -> Console:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_a_scene_ends_with_the_same_answers_and_two_lines(name: str) -> None:
-    console = plain()
-    first, second = play(SCENES[name], DRY, console, plain=True, dry=AT_ONCE)
+def test_a_scene_ends_with_the_same_answers_and_shows_what_is_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[Lane] = []
+    monkeypatch.setattr(demo, "Lane", lambda *given: lanes.append(Lane(*given)) or lanes[-1])
+    console, scene = plain(), SCENES[name]
+    first, second = play(scene, DRY, console, plain=True, dry=QUICK)
     assert first.startswith(f"{name}: ")
     assert second.endswith("the answers are the same.")
-    assert SCENES[name].question in console.file.getvalue()  # type: ignore[attr-defined]
+    assert scene.question in console.file.getvalue()  # type: ignore[attr-defined]
+    off, on = lanes
+    if name == "prefix_cache":
+        assert off.hit_share == 0
+        assert on.hit_share > 0.8
+        assert on.ttft_s < off.ttft_s
+    elif name == "continuous_batching":
+        assert on.mean_running > 1.5 * off.mean_running
+    elif name == "preemption":
+        assert (off.preemptions, on.preemptions > 0) == (0, True)
+        assert on.mean_running > off.mean_running
+    else:
+        (_, whole), (_, chunked) = scene.configs(DRY)
+        assert (whole.scheduler.chunked_prefill, chunked.scheduler.chunked_prefill) == (False, True)
+        assert chunked.scheduler.max_num_batched_tokens < max(len(a.prompt) for a in scene.arrivals(DRY))
 
 
-def test_what_is_off_is_off_and_what_is_on_is_on() -> None:
-    def lanes(name: str) -> tuple[Lane, Lane]:
-        made = []
-        for label, config in SCENES[name].configs(DRY, QUICK):
-            lane = Lane(label, config, SCENES[name].arrivals(DRY))
-            while not lane.done:
-                lane.advance()
-            lane.close()
-            made.append(lane)
-        return made[0], made[1]
-
-    off, on = lanes("prefix_cache")
-    assert off.hit_share == 0
-    assert on.hit_share > 0.8
-    assert on.ttft_s < off.ttft_s
-    off, on = lanes("continuous_batching")
-    assert on.mean_running > 1.5 * off.mean_running
-    off, on = lanes("preemption")
-    assert (off.preemptions, on.preemptions > 0) == (0, True)
-    assert on.mean_running > off.mean_running
-    (_, whole), (_, chunked) = SCENES["chunked_prefill"].configs(DRY)
-    assert (whole.scheduler.chunked_prefill, chunked.scheduler.chunked_prefill) == (False, True)
-    assert chunked.scheduler.max_num_batched_tokens < max(
-        len(a.prompt) for a in SCENES["chunked_prefill"].arrivals(DRY)
-    )
-
-
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (72, 24), (71, 24), (40, 16), (24, 10), (5, 3)])
-def test_it_fits_into_any_terminal(width: int, height: int) -> None:
+def test_it_fits_into_any_terminal() -> None:
     scene = SCENES["prefix_cache"]
     lanes = [Lane(name, config, scene.arrivals(DRY)) for name, config in scene.configs(DRY, AT_ONCE)]
     for steps in (0, 20, 1000):
@@ -77,13 +64,14 @@ def test_it_fits_into_any_terminal(width: int, height: int) -> None:
             while steps and not lane.done:
                 lane.advance()
                 steps -= 1
-        console = terminal(width, height)
-        lines = console.render_lines(view(scene, lanes, console), pad=False)
-        assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
-        assert len(lines) <= height or width < 40
-    text = "\n".join("".join(segment.text for segment in line) for line in lines)
-    assert width < 40 or all(lane.name in text for lane in lanes)
-    assert ("│" * 2 in text) == (width >= 72), "side by side where there is room"
+        for width, height in ((80, 24), (120, 40), (72, 24), (71, 24), (40, 16), (24, 10), (5, 3)):
+            console = terminal(width, height)
+            lines = console.render_lines(view(scene, lanes, console), pad=False)
+            assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
+            assert len(lines) <= height or width < 40
+            text = "\n".join("".join(segment.text for segment in line) for line in lines)
+            assert width < 40 or all(lane.name in text for lane in lanes)
+            assert ("│" * 2 in text) == (width >= 72), "side by side where there is room"
 
 
 def test_a_terminal_that_knows_only_ascii() -> None:
@@ -143,15 +131,20 @@ def test_the_shipped_model() -> None:
     assert on.hit_share > 0.5 > off.hit_share
 
 
-def test_ctrl_c_ends_it_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "mini_infer.cli.demo", "--show", "continuous_batching"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:  # no terminal, so plain lines
-        if " static batches " in line:
-            break
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=15)
-    assert process.returncode == 130
-    assert said.endswith("stopped\n")
-    assert errors == ""
+def test_ctrl_c_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def line(lane: Lane) -> str:
+        if lane.num_finished:
+            signal.raise_signal(signal.SIGINT)
+        return lane.name
+
+    monkeypatch.setattr(demo, "_line", line)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
+    try:
+        assert main(["--show", "continuous_batching"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = capsys.readouterr()
+    assert said.out.endswith("stopped\n")
+    assert said.err == ""

@@ -64,6 +64,7 @@ def configs_are_made_once() -> Iterator[None]:
     load, merge = CachingConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
     load_one, make_map = ConfigLoaderImpl._load_single_config, defaults_list._create_interpolation_map
     files, merged = dict[Any, Any](), dict[Any, DictConfig]()
+    register, registered = schema.register, set[tuple[Path, str]]()
 
     def load_once(repository: Any, config_path: str) -> Any:
         key = (config_path, *(source.path for source in repository.get_sources()))
@@ -97,6 +98,11 @@ def configs_are_made_once() -> Iterator[None]:
             merged[key] = merge(loader, defaults[:first], repo)
         return merge(loader, [merged[key], *defaults[first:]], repo)
 
+    def register_once(conf: Path = schema.CONF, experiment: str = "*") -> None:
+        if not registered & {(conf, experiment), (conf, "*")}:
+            registered.add((conf, experiment))
+            register(conf, experiment)
+
     def map_if_read(overrides: Any, defaults: Any, self_added: bool) -> DictConfig:
         read = any(not default.is_self() and default.is_interpolation() for default in defaults)
         return make_map(overrides, defaults, self_added) if read else OmegaConf.create()
@@ -106,7 +112,7 @@ def configs_are_made_once() -> Iterator[None]:
         patch.setattr(ConfigLoaderImpl, "_load_single_config", load_own)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         patch.setattr(defaults_list, "_create_interpolation_map", map_if_read)
-        patch.setattr(schema, "register", cache(schema.register))
+        patch.setattr(schema, "register", register_once)
         yield
 
 

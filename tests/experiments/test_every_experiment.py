@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import socket
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf, open_dict
+from test_lab_configs import EXPERIMENTS
 
 from experiments import disaggregation
-from experiments.lab import axes, catalog
+from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
@@ -29,18 +31,33 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # tog
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _scales(node) -> list[str]:
-    """Those that have other variants than the ones before: of sizes, points and bounds a run here has its own, and
+def _runs(node) -> Iterator[tuple[str, list[str]]]:
+    """(scale, those variants that run) of an experiment: at the first scale all of them, named by nobody; at others
+    those which differ from all before by more than a number. Of sizes, points and bounds a run here has its own, and
     test_lab_configs.py composes them all. Over HTTP a server runs in test_lab_serving.py."""
-    found: list[tuple[str, object]] = []
-    for scale, via, said in axes.nodes(node):
-        variants = said.get("experiment", {}).get("variants")
-        if via == axes.IN_PROCESS and all(variants != other for _, other in found):
-            found.append((scale, variants))
-    return [scale for scale, _ in found] or [""]
+    scales = [(scale, said) for scale, via, said in axes.nodes(node) if via == axes.IN_PROCESS] or [("", {})]
+    known = {(name, ()) for name in OmegaConf.select(node, "experiment.variants") or {}}
+    for index, (scale, said) in enumerate(scales):
+        variants = said.get("experiment", {}).get("variants") or {}
+        ours = {name: changes or {} for name, changes in variants.items() if not _is_peer(changes)}
+        new = [name for name, changes in ours.items() if (name, _words(changes)) not in known]
+        if index == 0 or new:
+            yield scale, new if index else []
+        known |= {(name, which) for name, changes in ours.items() for which in ((), _words(changes))}
 
 
-EVERY = [(name, scale) for name, node in sorted(catalog.experiments(ROOT / "conf").items()) for scale in _scales(node)]
+def _is_peer(changes) -> bool:
+    return (changes or {}).get("kind", "engine") not in ("engine", "served")
+
+
+def _words(node, key: str = "") -> tuple[str, ...]:
+    """The settings that are no numbers, and no label."""
+    if isinstance(node, Mapping):
+        return tuple(word for name, item in node.items() for word in _words(item, f"{key}.{name}"))
+    return () if (type(node) in (int, float) or key == ".label") else (f"{key}={node}",)
+
+
+EVERY = [(name, *run) for name, node in EXPERIMENTS.items() for run in _runs(node)]
 
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
 FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed")
@@ -204,6 +221,7 @@ def quick_gates(monkeypatch) -> None:
     """Settings that a gate has seen, of whichever experiment, are not asked again. Of the probes, all of which
     test_lab_exact_gate.py asks, few are: equal blocks behind other beginnings, and the end of a chunk."""
     monkeypatch.setattr(exact_gate, "CHUNK", 96)
+    monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
     monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
     monkeypatch.setattr(logit_gate, "measure", _logits_once)
@@ -234,11 +252,14 @@ def _logits_once(*config):
     return next(error for known, error in ERRORS if known == config)
 
 
-@pytest.mark.parametrize(("name", "scale"), [case for case in EVERY if case[0] not in LEFT_OUT])
-def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scale", "alone"),
+    [pytest.param(*case, id="-".join(case[:2])) for case in EVERY if case[0] not in LEFT_OUT],
+)
+def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: list[str]) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     chosen = [f"experiment={name}", *([f"scale={scale}"] if scale else [])]
-    overrides = [*chosen, *places]
+    overrides = [*chosen, *places, "measure.threads=1"]  # more of them would wait for each other on a busy machine
     if name in OWN:
         overrides += OWN[name]
     elif name in PAIRED:
@@ -255,6 +276,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     config = compose_config(*overrides)
     with open_dict(config):
         config.experiment.claims = []  # they are about points and sizes that this run does not have
+        for variant in [*config.experiment.variants] if alone else ():
+            if variant not in (*alone, config.experiment.baseline):
+                del config.experiment.variants[variant]
         if name not in OWN:
             _leave_out_peers(config.experiment)
         if name in PAIRED or name in HEAVY:
@@ -300,7 +324,7 @@ def _leave_out_peers(experiment) -> None:
         if (changes or {}).get("kind") == "served":
             del changes["kind"]
         (changes or {}).pop("parallel", None)  # several engines are a server's, too, and a dry model has no ranks
-    peers = [name for name, changes in experiment.variants.items() if (changes or {}).get("kind", "engine") != "engine"]
+    peers = [name for name, changes in experiment.variants.items() if _is_peer(changes)]
     for name in peers:
         del experiment.variants[name]
     if experiment.baseline in peers:

@@ -3,41 +3,25 @@
 import itertools
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
-from experiments import ablation
 from experiments.lab.measure import clocks, driver
-from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.executor.dry import DryModel
 
 pytestmark = pytest.mark.slow  # some seconds together
 
-DRY = ["experiment=probe", "model=dry", "experiment.claims=[]", "experiment.plots=[]", "experiment.samples=0"]
 FIXED = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=5"]
 
 
 @pytest.fixture
 def build(compose_config):
-    def make(*overrides, variants=None, points=None, **experiment):
-        config = compose_config(*DRY, "measure.repeats=2", "engine.cache.num_blocks=128", *overrides)
-        OmegaConf.set_struct(config, False)
-        config.experiment.variants = variants or {"transformers": {}, "engine": {"seed": 7}}
-        config.experiment.points = points or {}
-        config.experiment.update(experiment)
-        OmegaConf.set_struct(config, True)
-        return ablation.Ablation.from_config(config)
-
-    return make
-
-
-def measure(experiment):
-    with Steps("test") as steps:
-        return experiment.measure(steps)
+    return partial(probe, compose_config, "model=dry", "measure.repeats=2", "engine.cache.num_blocks=128")
 
 
 def reasons(findings, variant="engine"):
@@ -57,7 +41,7 @@ def test_accidental_shared_prefixes_are_invalid(build, monkeypatch):
         return replace(inputs, measured=tuple(spoiled))
 
     monkeypatch.setattr(Fixed, "make", make)
-    assert reasons(measure(build(*FIXED, "workload.concurrency=1"))) == {
+    assert reasons(measured(build(*FIXED, "workload.concurrency=1"))) == {
         "96 prompt tokens of unrelated prompts came from a prefix cache"
     }
 
@@ -73,14 +57,14 @@ def test_a_lagging_client_is_invalid(build, monkeypatch):
         "workload.arrivals=poisson",
         "workload.rate_per_s=20",
     ]  # slow enough to wait for, on a busy machine too
-    (reason,) = reasons(measure(build(*FIXED, *open_loop, "measure.repeats=1")))
+    (reason,) = reasons(measured(build(*FIXED, *open_loop, "measure.repeats=1")))
     assert "the client fell behind its schedule" in reason
 
 
 def test_logits_of_nan_are_invalid(build, monkeypatch):
     real = DryModel.compute_logits
     monkeypatch.setattr(DryModel, "compute_logits", lambda self, hidden: torch.full_like(real(self, hidden), torch.nan))
-    found = measure(build(*FIXED))
+    found = measured(build(*FIXED))
     assert all("every token of every request is" in reason for reason in reasons(found))
     assert all(gate.passed for gate in found.gates)  # both are alike, and wrong
 
@@ -88,7 +72,7 @@ def test_logits_of_nan_are_invalid(build, monkeypatch):
 def test_a_sampler_that_is_not_steady_is_invalid_from_the_second_repeat_on(build, monkeypatch):
     real, calls = DryModel.compute_logits, itertools.count()
     monkeypatch.setattr(DryModel, "compute_logits", lambda self, hidden: real(self, hidden + next(calls)))
-    found = measure(build(*FIXED))
+    found = measured(build(*FIXED))
     assert {row.valid for row in found.rows if row.repeat == 0} == {True}
     assert reasons(found, "transformers") - {""} == {"4 of 4 requests got other greedy tokens than in the first repeat"}
     assert not any(gate.passed for gate in found.gates)
@@ -97,7 +81,7 @@ def test_a_sampler_that_is_not_steady_is_invalid_from_the_second_repeat_on(build
 def test_clocks_that_drift_are_invalid(build, monkeypatch):
     speeds = itertools.cycle([1.0, 1.2])
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))
-    found = measure(build(*FIXED, metrics=["steps"]))
+    found = measured(build(*FIXED, metrics=["steps"]))
     assert reasons(found) == {"the host's speed changed by 20 % during the pass (5 % are allowed)"}
     assert len(found.rows) == 2 * 2 * 3  # each was tried three times
 
@@ -105,7 +89,7 @@ def test_clocks_that_drift_are_invalid(build, monkeypatch):
 def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
     speeds = itertools.cycle([1.0, 1.2])
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds), gpu_s=1.0))
-    found = measure(build(*FIXED, metrics=["steps"]))
+    found = measured(build(*FIXED, metrics=["steps"]))
     assert reasons(found) == {""}
     assert any(note.startswith("The host's speed changed by 20 % during 4 of 4 passes") for note in found.notes)
 
@@ -113,7 +97,7 @@ def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
 def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch):
     speeds = itertools.chain([1.0, 1.2], itertools.repeat(1.0))
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))
-    found = measure(build(*FIXED, metrics=["steps"], timeline={}))
+    found = measured(build(*FIXED, metrics=["steps"], timeline={}))
     assert [(row.variant, row.repeat, row.valid) for row in found.rows] == [
         ("transformers", 0, False),
         ("transformers", 0, True),
@@ -127,7 +111,7 @@ def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch)
 
 def test_requests_that_the_engine_refuses_are_invalid(build):
     variants = {"transformers": {}, "engine": {"model": {"max_model_len": 30}}}
-    found = reasons(measure(build(*FIXED, variants=variants)))
+    found = reasons(measured(build(*FIXED, variants=variants)))
     assert found
     assert all(r.startswith("4 of 4 requests failed: the prompt has 40 tokens; at most 29 are allowed") for r in found)
 
@@ -136,7 +120,7 @@ def test_requests_that_the_engine_refuses_are_invalid(build):
 
 
 def test_an_open_loop_is_measured_from_its_schedule(build):
-    found = measure(
+    found = measured(
         build(
             *FIXED,
             "workload.arrivals=poisson",
@@ -163,18 +147,18 @@ def test_classes_of_requests_are_measured_apart(build):
         "workload.prompt_output_tokens=2",
         "workload.prompt_every_s=0.01",
     ]
-    found = measure(build(*mixed, metrics=["itl_max_ms@stream", "e2e_ms@prompt", "batch_size"], timeline={}))
+    found = measured(build(*mixed, metrics=["itl_max_ms@stream", "e2e_ms@prompt", "batch_size"], timeline={}))
     assert {row.metric for row in found.rows} == {"itl_max_ms@stream", "e2e_ms@prompt", "batch_size"}
     assert {request.name for request in found.requests} == {"stream", "prompt"}
     with pytest.raises(ConfigError, match=r"workload=mixed has no requests called 'steam'; did you mean 'stream'\?"):
-        measure(build(*mixed, metrics=["itl_ms@steam"]))
+        measured(build(*mixed, metrics=["itl_ms@steam"]))
 
 
 def test_hits_of_a_shared_prefix_are_valid_and_primed_ones_are_there(build):
     shared = ["workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=16"]
     small = ["workload.count=4", "workload.output_tokens=3", "workload.prime=true"]
     variants = {"transformers": {"cache": {"prefix_caching": False}}, "engine": {}}
-    found = measure(build(*shared, *small, variants=variants, metrics=["prefix_hit_rate"]))
+    found = measured(build(*shared, *small, variants=variants, metrics=["prefix_hit_rate"]))
     assert all(row.valid for row in found.rows)
     assert {(row.variant, row.value) for row in found.rows} == {("transformers", 0.0), ("engine", 64 / 80)}
     assert found.workload["hit_share"] == 64 / 80
@@ -183,7 +167,7 @@ def test_hits_of_a_shared_prefix_are_valid_and_primed_ones_are_there(build):
 
 def test_steps_of_the_asked_point_and_first_repeat_are_kept(build):
     points = {"workload.concurrency": [1, 4]}
-    found = measure(build(*FIXED, points=points, timeline={"workload.concurrency": 4}))
+    found = measured(build(*FIXED, points=points, timeline={"workload.concurrency": 4}))
     assert {(s.variant, s.point) for s in found.steps} == {(v, "concurrency=4") for v in ("transformers", "engine")}
     steps = [s for s in found.steps if s.variant == "engine"]
     assert [s.step for s in steps] == list(range(len(steps)))
@@ -202,7 +186,7 @@ def test_steps_of_the_asked_point_and_first_repeat_are_kept(build):
 
 
 def test_no_steps_are_kept_where_nobody_asks(build):
-    assert measure(build(*FIXED)).steps == []
+    assert measured(build(*FIXED)).steps == []
 
 
 def test_a_timeline_of_a_point_that_is_not_measured_is_refused(build):
@@ -211,19 +195,19 @@ def test_a_timeline_of_a_point_that_is_not_measured_is_refused(build):
 
 
 def test_what_has_no_meaning_is_left_out_with_a_note(build):
-    found = measure(build(*FIXED, metrics=["mbu", "peak_memory_mib", "steps"]))
+    found = measured(build(*FIXED, metrics=["mbu", "peak_memory_mib", "steps"]))
     assert {row.metric for row in found.rows} == {"steps"}
     assert "engine: memory bandwidth utilization is left out, because a dry model moves no bytes." in found.notes
 
 
 def test_few_hits_are_noted(build):
     shared = ["workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=20", "workload.count=4"]
-    found = measure(build(*shared))  # all at once: nobody has left anything yet
+    found = measured(build(*shared))  # all at once: nobody has left anything yet
     assert "engine, repeat 1: 0 of 192 shared prompt tokens were found in the prefix cache." in found.notes
 
 
 def test_the_workload_is_described_point_by_point_where_points_differ(build):
-    found = measure(build(*FIXED, points={"workload.concurrency": [1, 4]}))
+    found = measured(build(*FIXED, points={"workload.concurrency": [1, 4]}))
     assert (found.workload["in_flight"], found.workload["requests"]) == ([1, 4], 4)
 
 
@@ -236,7 +220,7 @@ def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
         variants={"transformers": {"kind": "hf"}, "engine": {}},
     )
     with pytest.raises(ConfigError, match=r"variants.transformers: the kind hf cannot serve arrival times"):
-        measure(experiment)
+        measured(experiment)
 
 
 @pytest.mark.parametrize(

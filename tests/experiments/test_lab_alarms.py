@@ -1,21 +1,16 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
 import pytest
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
-from experiments import ablation
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Verdict, judge
-from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
 SETTINGS = [
-    "experiment=probe",
     "model=dry",
-    "experiment.samples=0",
-    "experiment.plots=[]",
     "engine.cache.num_blocks=64",
     "workload=fixed",
     "workload.count=4",
@@ -25,18 +20,15 @@ SETTINGS = [
 
 def findings(compose_config, variants, claims, *overrides, seed=0):
     """`variants`: name -> milliseconds that a step of the dry model sleeps."""
-    config = compose_config(*SETTINGS, *overrides)
-    config.measure.seed = seed
-    OmegaConf.set_struct(config, False)
-    config.experiment.baseline = next(iter(variants))
-    config.experiment.variants = {name: {"model": {"dry": {"step_ms": ms}}} for name, ms in variants.items()}
-    config.experiment.points = {}
-    config.experiment.metrics = ["tpot_ms", "output_tokens_per_s"]
-    config.experiment.claims = claims
-    OmegaConf.set_struct(config, True)
-    experiment = ablation.Ablation.from_config(config)
-    with Steps("test") as steps:
-        return experiment, experiment.measure(steps)
+    experiment = probe(
+        compose_config,
+        *(*SETTINGS, f"measure.seed={seed}", *overrides),
+        baseline=next(iter(variants)),
+        variants={name: {"model": {"dry": {"step_ms": ms}}} for name, ms in variants.items()},
+        metrics=["tpot_ms", "output_tokens_per_s"],
+        claims=claims,
+    )
+    return experiment, measured(experiment)
 
 
 CLAIMS = [

@@ -17,7 +17,7 @@ from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 
-pytestmark = pytest.mark.slow  # some seconds together
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # some seconds together
 
 SMALL = [
     "experiment=ceilings",

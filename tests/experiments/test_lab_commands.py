@@ -1,8 +1,6 @@
 """What run.py does beside running experiments: compare two results, write a trace, rebuild the reports."""
 
 import json
-import runpy
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,15 +24,10 @@ def stored(folder, *results):
     return [store.write(folder, each) for each in results]
 
 
-def run_py(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *map(str, arguments)])
-    code = 0
-    try:
-        runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+@pytest.fixture
+def command(run_py, capsys):
+    """Types it; its exit code, stdout and stderr."""
+    return lambda *arguments: (run_py(*map(str, arguments)), *capsys.readouterr())
 
 
 # compare
@@ -251,17 +244,17 @@ def test_a_trace_of_a_run_without_steps_says_how_to_get_them(tmp_path):
 # The command line
 
 
-def test_the_commands_run_from_the_command_line(monkeypatch, capsys, tmp_path):
+def test_the_commands_run_from_the_command_line(command, tmp_path):
     results, reports = tmp_path / "results", tmp_path / "reports"
     stored(results, result(plots=(), steps=engine_steps(count=5)), result(run="b", plots=(), seed=1))
-    code, out, _ = run_py(monkeypatch, capsys, "report", "--results", results, "--reports", reports)
+    code, out, _ = command("report", "--results", results, "--reports", reports)
     assert code == 0
     assert out.split() == [str(reports / "demo.md"), str(reports / "README.md")]
-    code, out, _ = run_py(monkeypatch, capsys, "compare", "demo", "demo/own/cpu/b", "--results", results)
+    code, out, _ = command("compare", "demo", "demo/own/cpu/b", "--results", results)
     assert code == 0
     assert "no difference shown" in out
     trace = tmp_path / "t.json"
-    code, out, _ = run_py(monkeypatch, capsys, "trace", "demo", "--out", trace, "--results", results)
+    code, out, _ = command("trace", "demo", "--out", trace, "--results", results)
     assert code == 0
     assert str(trace) in out
     assert json.loads(trace.read_text())["traceEvents"]
@@ -277,15 +270,15 @@ def test_the_commands_run_from_the_command_line(monkeypatch, capsys, tmp_path):
         (["report", "everything"], "unrecognized arguments: everything"),
     ],
 )
-def test_a_mistake_in_a_command_ends_with_code_2_and_no_traceback(monkeypatch, capsys, arguments, message):
-    code, _, shown = run_py(monkeypatch, capsys, *arguments)
+def test_a_mistake_in_a_command_ends_with_code_2_and_no_traceback(command, arguments, message):
+    code, _, shown = command(*arguments)
     assert code == 2
     assert message in shown
     assert "Traceback" not in shown
 
 
-def test_every_command_explains_itself(monkeypatch, capsys):
-    for name, command in COMMANDS.items():
-        code, out, _ = run_py(monkeypatch, capsys, name, "--help")
+def test_every_command_explains_itself(command):
+    for name, known in COMMANDS.items():
+        code, out, _ = command(name, "--help")
         assert code == 0
-        assert command.help in out.replace("\n", " ")
+        assert known.help in out.replace("\n", " ")

@@ -16,6 +16,8 @@ from experiments.lab.show.answer import answer
 from experiments.lab.store import result as store
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
+
 DRY = [
     *("experiment=probe", "model=dry", "measure.repeats=2", "engine.cache.num_blocks=64", "workload=fixed"),
     *("workload.count=3", "workload.prompt_tokens=12", "workload.output_tokens=5"),

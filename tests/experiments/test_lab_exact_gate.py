@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any
@@ -34,11 +35,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gate(request: pytest.FixtureRequest) -> ExactGate:
-    """What requests get alone is computed once."""
-    made = ExactGate(request.param)
-    made.of_probes("as it is", config("as it is", request.param))
-    return made
+def gate(request: pytest.FixtureRequest) -> Iterator[ExactGate]:
+    """What requests get alone is computed once; on a CPU by the smaller model, whose drafts the larger one makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "cpu":
+            patch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
+            patch.setattr(exact_gate, "DRAFT", "tiny-target")
+        yield ExactGate(request.param)
 
 
 def config(variant: str, device: str) -> EngineConfig:

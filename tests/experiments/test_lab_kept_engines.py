@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
 from experiments import ablation
 from experiments.lab import points
@@ -15,7 +15,6 @@ from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
-from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Inputs, Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -31,33 +30,10 @@ LOADS = {
 
 @pytest.fixture
 def build(compose_config):
-    def make(*overrides, **experiment):
-        config = compose_config(
-            *(
-                "experiment=probe",
-                "model=dry",
-                "engine.model.device=cpu",
-                "experiment.claims=[]",
-                "experiment.plots=[]",
-            ),
-            *("experiment.samples=0", "measure.repeats=2", "engine.cache.num_blocks=256", "workload=fixed"),
-            *("workload.output_tokens=4", *overrides),
-        )
-        OmegaConf.set_struct(config, False)
-        config.experiment.variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}}
-        config.experiment.points = LOADS
-        config.experiment.keep_engines = True
-        config.experiment.metrics = ["ttft_ms", "prefix_hit_rate"]
-        config.experiment.update(experiment)
-        OmegaConf.set_struct(config, True)
-        return ablation.Ablation.from_config(config)
-
-    return make
-
-
-def measure(experiment):
-    with Steps("test") as steps:
-        return experiment.measure(steps)
+    settings = ("model=dry", "engine.model.device=cpu", "measure.repeats=2", "engine.cache.num_blocks=256")
+    load = ("workload=fixed", "workload.output_tokens=4")
+    kept = {"keep_engines": True, "metrics": ["ttft_ms", "prefix_hit_rate"], "points": LOADS}
+    return lambda *more, **experiment: probe(compose_config, *settings, *load, *more, **{**kept, **experiment})
 
 
 @pytest.fixture
@@ -78,7 +54,7 @@ def calls(monkeypatch):
 
 
 def test_an_engine_serves_all_passes_of_its_variant(build, calls):
-    found = measure(build())
+    found = measured(build())
     assert [call for call in calls if call[0] == "__init__"] == [("__init__", 0, 0), ("__init__", 7, 0)]
     own = [(name, count) for name, seed, count in calls if seed == 7 and name != "__init__"]
     assert own == [
@@ -98,7 +74,7 @@ def test_while_peers_load_engines_start_and_are_warmed_up(build, calls, monkeypa
     monkeypatch.setattr(Peers, "begun", True)
     monkeypatch.setattr(Peers, "await_begun", lambda self: calls.append(("peers are there", 0, 0)))
     variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}, "drafts": {"seed": 8, "speculation": DRAFTS}}
-    found = measure(build("measure.aa=always", variants=variants))
+    found = measured(build("measure.aa=always", variants=variants))
     before = calls[: calls.index(("peers are there", 0, 0))]
     assert {call for call in before if call[0] == "__init__"} == {("__init__", 0, 0), ("__init__", 7, 0)}
     warm_ups = [(name, count) for name, seed, count in before if seed == 7][1:]
@@ -124,7 +100,7 @@ def test_primed_prefixes_are_found_in_every_repeat(build):
         *("workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=20", "workload.count=4"),
         "workload.prime=true",
     ]
-    found = measure(build(*shared, points={}))
+    found = measured(build(*shared, points={}))
     rates = [row for row in found.rows if row.metric == "prefix_hit_rate"]
     assert len(rates) == 4
     assert {row.value for row in rates} == {64 / 84}
@@ -132,7 +108,7 @@ def test_primed_prefixes_are_found_in_every_repeat(build):
 
 
 def test_the_baselines_second_arm_may_be_left_to_some_points(build):
-    found = measure(build("measure.aa=always", again_at=[{"load": "one long"}]))
+    found = measured(build("measure.aa=always", again_at=[{"load": "one long"}]))
     again = {row.point for row in found.rows if row.variant == "transformers again"}
     assert again == {"one long"}
     assert {row.point for row in found.rows if row.variant == "engine"} == {"short", "one long"}
@@ -160,7 +136,7 @@ def test_the_gate_may_be_left_to_some_points(build, monkeypatch):
 
 
 def test_without_it_every_pass_has_its_own(build, calls):
-    assert not measure(build(keep_engines=False)).procedure
+    assert not measured(build(keep_engines=False)).procedure
     assert sum(name == "__init__" for name, *_ in calls) == 8
     assert not any(name == "forget" for name, *_ in calls)
 
@@ -174,7 +150,7 @@ def test_what_fails_in_the_middle_closes_all_engines(build, calls, monkeypatch):
         return real(cell, *arguments)
 
     monkeypatch.setattr(cells, "serve", serve)
-    found = measure(build())
+    found = measured(build())
     assert found.status.startswith("incomplete: interrupted in repeat 1 of 2 at one long; 1 of 4 rounds are kept")
     assert sorted(call for call in calls if call[0] == "close") == [("close", 0, 0), ("close", 7, 0)]
 
@@ -190,7 +166,7 @@ def test_an_engine_takes_its_memory_again_when_its_turn_comes_again(build, monke
             return _real(self, *arguments)
 
         monkeypatch.setattr(EngineSubject, name, noting)
-    measure(build(points={}))
+    measured(build(points={}))
     own = [name for name, seed in noted if seed == 7]
     assert own == ["serve", "serve", "reserve_memory", "serve", "serve"]
 

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from made_up import result
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
 from experiments import ablation
 from experiments.lab.judge import logit_gate
@@ -15,7 +16,6 @@ from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.show import report
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.grids import Sheet
-from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import EngineConfig, KernelChoice, When
@@ -156,38 +156,21 @@ def test_errors_are_of_rows():
 
 @pytest.fixture
 def build(compose_config):
-    def make(*overrides, **experiment):
-        made = compose_config(
-            *("experiment=probe", "experiment.claims=[]", "experiment.plots=[]", "experiment.samples=0"),
-            *("measure.repeats=1", "engine.cache.num_blocks=64", "workload=fixed", "workload.count=2"),
-            *("workload.prompt_tokens=20", "workload.output_tokens=3", *overrides),
-        )
-        OmegaConf.set_struct(made, False)
-        made.experiment.variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}}
-        made.experiment.points = {}
-        made.experiment.metrics = ["ttft_ms"]
-        made.experiment.update(experiment)
-        OmegaConf.set_struct(made, True)
-        return ablation.Ablation.from_config(made)
-
-    return make
-
-
-def measure(experiment):
-    with Steps("test") as steps:
-        return experiment.measure(steps)
+    settings = ("measure.repeats=1", "engine.cache.num_blocks=64", "workload=fixed", "workload.count=2")
+    lengths = ("workload.prompt_tokens=20", "workload.output_tokens=3")
+    return partial(probe, compose_config, *settings, *lengths, metrics=["ttft_ms"])
 
 
 def test_every_engine_is_gated_the_baseline_too(build, monkeypatch):
     monkeypatch.setattr(ablation.Ablation, "_exact_gates", lambda *asked: [])  # test_lab_exact_gate.py has those
-    found = measure(
+    found = measured(
         build("model=tiny", "engine.model.device=cpu", "engine.model.max_model_len=256", gate_logit_error=0.02)
     )
     assert [(gate.variant, gate.passed) for gate in found.error_gates] == [("transformers", True), ("engine", True)]
 
 
 def test_a_dry_model_has_no_logits(build):
-    assert not measure(build("model=dry", "engine.model.device=cpu", gate_logit_error=0.02)).error_gates
+    assert not measured(build("model=dry", "engine.model.device=cpu", gate_logit_error=0.02)).error_gates
 
 
 @pytest.mark.parametrize(
@@ -199,8 +182,10 @@ def test_a_dry_model_has_no_logits(build):
     ],
 )
 def test_tokens_that_rounding_or_a_decree_chooses_are_not_compared(build, changes, gates):
-    settings = ("model=tiny", "engine.model.device=cpu", "engine.model.max_model_len=256", "measure.gates=false")
-    found = measure(build(*settings, variants={"transformers": {}, "engine": changes})).gates
+    small = ("engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.model.max_model_len=256")
+    few = ("engine.scheduler.max_num_seqs=2", "engine.scheduler.max_num_batched_tokens=256")
+    variants = {"transformers": {}, "engine": changes}
+    found = measured(build("model=tiny", *small, *few, "measure.gates=false", variants=variants)).gates
     assert [gate.passed for gate in found] == gates
 
 

@@ -116,25 +116,6 @@ def test_help_marks_defaults_and_names_every_command(compose_config):
         assert any(f"run.py {name}" in line and command.help in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("experiment=null", "takes the name of one of its options"),
-        ("tracker=wnadb", r"unknown option tracker=wnadb; did you mean 'wandb'\? Known: none, wandb, wandb_offline"),
-        ("tracker.projct=x", r"'tracker.projct'; did you mean 'project'\?"),
-        ("tracker.kind=wnb", r"tracker.kind cannot be 'wnb'.* Known: none, wandb"),
-        ("hardware=h20", r"unknown option hardware=h20; did you mean 'h200'\?"),
-        ("engine/prefix_cache=off", "Known: disabled, enabled"),
-        ("engine/drafting=none", r"'engine/drafting'; .* Known: .*engine/prefix_cache"),
-    ],
-)
-def test_a_mistake_is_explained(compose_config, override, message):
-    with pytest.raises(Exception) as caught:  # noqa: PT011  # Hydra's own kinds; the text is what matters
-        compose_config(override)
-    with pytest.raises(ConfigError, match=message):
-        raise ConfigError(explain(caught.value, list(GROUPS)))
-
-
 @pytest.mark.parametrize(("launcher", "extra"), [("joblib", "sweep"), ("submitit_slurm", "cluster")])
 def test_a_launcher_that_is_not_installed_says_how_to_get_it(launcher, extra):
     error = MissingConfigException("", f"hydra/launcher/{launcher}", ["basic"])

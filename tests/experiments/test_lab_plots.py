@@ -59,13 +59,6 @@ def test_every_kind_of_panel_is_drawn_with_its_unit():
     assert all(not texts(ax) or "not" not in texts(ax)[0] for ax in axes)
 
 
-def test_the_same_result_gives_the_same_bytes():
-    given = result(sizes=(1,))
-    plot = PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), LINES))
-    assert frame.png(draw_panels(plot, given), "demo") == frame.png(draw_panels(plot, given), "demo")
-    assert frame.svg(draw_panels(plot, given), "f") == frame.svg(draw_panels(plot, given), "f")
-
-
 def test_bars_show_median_interval_and_every_repeat():
     (ax,) = axes_of([PanelSpec("output_tokens_per_s")], result())
     assert len(ax.patches) == 4

@@ -2,18 +2,18 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from made_up import result
 from made_up_trace import KERNELS, event, trace
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
 from experiments import ablation
 from experiments.lab.measure import profile_pass, subjects
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
 from experiments.lab.show import report
 from experiments.lab.show.figures import profile as profile_figure
-from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
 from mini_infer import EngineConfig, LLMEngine
@@ -171,31 +171,19 @@ def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):
 
 @pytest.fixture
 def build(compose_config):
-    def make(**experiment):
-        config = compose_config(
-            *("experiment=probe", "model=dry", "experiment.claims=[]", "experiment.plots=[]", "experiment.samples=0"),
-            *("measure.repeats=2", "engine.cache.num_blocks=128", "workload=fixed", "workload.count=4"),
-            *("workload.prompt_tokens=40", "workload.output_tokens=12"),
-        )
-        OmegaConf.set_struct(config, False)
-        config.experiment.variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}}
-        config.experiment.update(experiment)
-        OmegaConf.set_struct(config, True)
-        return ablation.Ablation.from_config(config)
-
-    return make
-
-
-def measure(experiment):
-    with Steps("test") as steps:
-        return experiment.measure(steps)
+    settings = ("model=dry", "measure.repeats=2", "engine.cache.num_blocks=128", "workload=fixed", "workload.count=4")
+    lengths = ("workload.prompt_tokens=40", "workload.output_tokens=12")
+    variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}}
+    return partial(
+        probe, compose_config, *settings, *lengths, variants=variants, points={"workload.concurrency": [1, 8]}
+    )
 
 
 PROFILED = {"metrics": ["ttft_ms", "gpu_idle_share"], "profile": [{"workload.concurrency": 8}]}
 
 
 def test_on_a_cpu_a_profile_is_left_out_and_that_is_stated(build):
-    found = measure(build(**PROFILED))
+    found = measured(build(**PROFILED))
     assert "No decode step was profiled: that takes a GPU." in found.notes
     assert {row.metric for row in found.rows} == {"ttft_ms"}
     assert not found.profiles
@@ -217,7 +205,7 @@ def test_profiles_come_last_and_idle_shares_in_every_repeat(build, monkeypatch):
 
     profiled(monkeypatch, fake)
     claims = [{"metric": "gpu_idle_share", "variant": "engine", "at": {"workload.concurrency": 8}, "at_most": 0.9}]
-    found = measure(build(**PROFILED, claims=claims, keep_engines=True))
+    found = measured(build(**PROFILED, claims=claims, keep_engines=True))
     assert order == ["transformers", "engine", "engine", "transformers"]
     shares = {(r.variant, r.point, r.repeat): r.value for r in found.rows if r.metric == "gpu_idle_share"}
     assert shares == pytest.approx(
@@ -240,7 +228,7 @@ def test_a_profile_that_fails_is_a_note(build, monkeypatch):
         raise NoProfile("the trace shows no kernels")
 
     profiled(monkeypatch, fake)
-    found = measure(build(metrics=["ttft_ms"], profile=[{"workload.concurrency": 8}]))
+    found = measured(build(metrics=["ttft_ms"], profile=[{"workload.concurrency": 8}]))
     assert "base: no decode step was profiled, because the trace shows no kernels." in found.notes
     assert found.status == "complete"
 

@@ -1,15 +1,13 @@
 """The search for the highest rate that keeps the SLO: where it ends, what it stores, and what it refuses."""
 
 import pytest
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
-from experiments import ablation
 from experiments.lab.judge import formulas, validity
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
-from experiments.lab.show.progress import Steps
 from mini_infer.core.errors import ConfigError
 
 SEARCH = {"low_per_s": 100, "high_per_s": 1600, "steps": 2, "at": {"workload.arrivals": "poisson"}}
@@ -18,39 +16,21 @@ LOAD = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "work
 
 @pytest.fixture
 def build(compose_config):
-    def make(**experiment):
-        config = compose_config(
-            "experiment=probe", "model=dry", "measure.repeats=2", "engine.cache.num_blocks=128", *LOAD
-        )
-        OmegaConf.set_struct(config, False)
-        values = {
-            "variants": {"engine": {}},
-            "baseline": "engine",
-            "claims": [],
-            "plots": [],
-            "samples": 0,
-            "points": {},
-            "metrics": ["slo_share", "slo_rate_rps"],
-            "slo": {"ttft_ms": 60_000},
-            "search": SEARCH,
-            **experiment,
-        }
-        config.experiment.update(values)
-        OmegaConf.set_struct(config, True)
-        return ablation.Ablation.from_config(config)
-
-    return make
+    values = {
+        "variants": {"engine": {}},
+        "baseline": "engine",
+        "metrics": ["slo_share", "slo_rate_rps"],
+        "slo": {"ttft_ms": 60_000},
+        "search": SEARCH,
+    }
+    settings = ("model=dry", "measure.repeats=2", "engine.cache.num_blocks=128", *LOAD)
+    return lambda **experiment: probe(compose_config, *settings, **{**values, **experiment})
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """The machine that runs the tests is busy, and a client that falls behind is nothing that they are about."""
     monkeypatch.setattr(validity, "LAG_S", 10.0)
-
-
-def measure(experiment):
-    with Steps("test") as steps:
-        return experiment.measure(steps)
 
 
 def found(findings):
@@ -65,7 +45,7 @@ def test_rates_rise_by_one_factor():
 
 def test_where_all_is_kept_the_knee_is_not_shown(build):
     experiment = build()
-    findings = measure(experiment)
+    findings = measured(experiment)
     above = "not shown: the knee lies above the range: even 1600/s met the SLO (100 % of the requests did)"
     assert found(findings) == [(0.0, above)] * 2
     assert not any(row.is_fault for row in findings.rows)
@@ -77,7 +57,7 @@ def test_where_all_is_kept_the_knee_is_not_shown(build):
 
 
 def test_where_nothing_is_kept_there_is_no_rate(build):
-    findings = measure(build(slo={"ttft_ms": 1e-6}))
+    findings = measured(build(slo={"ttft_ms": 1e-6}))
     below = "not shown: the knee lies below the range: not even 100/s met the SLO (0 % of the requests did)"
     assert found(findings) == [(0.0, below)] * 2
 
@@ -91,7 +71,7 @@ def test_two_rates_enclose_the_answer(build, monkeypatch):
         return [type(row)(**{**vars(row), "value": kept}) for row in rows]
 
     monkeypatch.setattr(Session, "alone", alone)
-    findings = measure(build())
+    findings = measured(build())
     assert found(findings) == [(400.0, "")] * 2
     told = (
         "engine, search 2: 95 % of the requests kept the SLO at 400/s and 50 % of the requests kept the SLO at 1600/s."
@@ -107,7 +87,7 @@ def test_a_pass_that_does_not_count_ends_the_search(build, monkeypatch):
         return [type(row)(**{**vars(row), "valid": False, "reason": "planted"}) for row in rows]
 
     monkeypatch.setattr(Session, "alone", alone)
-    assert found(measure(build())) == [(0.0, "the pass at 400/s does not count: planted")] * 2
+    assert found(measured(build())) == [(0.0, "the pass at 400/s does not count: planted")] * 2
 
 
 def test_it_can_be_claimed(build):

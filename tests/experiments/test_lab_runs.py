@@ -16,8 +16,10 @@ from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
-from mini_infer.core.config import DryConfig, EngineConfig, LoadFormat, ModelConfig
+from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("quick_figures")
 
 SMALL = ["workload=fixed", "workload.count=3", "workload.prompt_tokens=12", "workload.output_tokens=5"]
 DRY = ["model=dry", "experiment.samples=1", "measure.repeats=2", "engine.cache.num_blocks=64", *SMALL]
@@ -178,21 +180,6 @@ def test_scheduler_overhead_keeps_finished_repeats(small_overhead, monkeypatch):
     assert findings.status == "incomplete: interrupted in repeat 2 of 2; 1 of 2 rounds are kept"
 
 
-def test_the_engine_serves_in_order_with_at_most_so_many_in_flight():
-    config = EngineConfig(model=ModelConfig(load_format=LoadFormat.dry, dry=DryConfig(step_ms=1.0)))
-    served = EngineSubject(config).serve(PROMPTS, concurrency=2)
-    assert [(r.prompt_tokens, r.asked_tokens, len(r.token_ids)) for r in served.requests] == [
-        (20, 9, 9),
-        (5, 12, 12),
-        (11, 4, 4),
-    ]
-    first, second, third = served.requests
-    assert first.arrival <= second.arrival < first.token_times[0]
-    assert third.arrival >= first.token_times[-1]  # it had to wait for a place, and its latency starts there
-    assert served.start <= first.arrival
-    assert served.end >= max(r.token_times[-1] for r in served.requests)
-
-
 def test_transformers_generates_the_engines_tokens_whatever_the_checkpoint_says(checkpoint):
     model = ModelConfig(path=str(checkpoint))
     ours = EngineSubject(EngineConfig(model=model)).serve(PROMPTS, concurrency=3)
@@ -226,7 +213,7 @@ def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, ch
     text = execute(config, "quickstart", [], tmp_path).read_text()
     assert "all 54" in text
     assert "one repeat has no interval" in text
-    assert (tmp_path / "reports/figures/quickstart-cpu-speed.png").stat().st_size > 10_000
+    assert (tmp_path / "reports/figures/quickstart-cpu-speed.png").is_file()
     assert (
         Kind.hf.value
         in store.read(tmp_path / "results/quickstart/own.in_process/cpu/default.json")

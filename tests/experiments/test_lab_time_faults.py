@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from omegaconf import OmegaConf
+from small_runs import measured, probe
 
-from experiments import ablation
 from experiments.lab.judge import validity
 from experiments.lab.measure import driver
-from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Fixed, Text
 
 SETTINGS = [
-    *("experiment=probe", "model=dry", "experiment.samples=0", "experiment.plots=[]", "experiment.claims=[]"),
-    *("measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2"),
+    *("model=dry", "measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2"),
 ]
 FIXED = [
     *("workload=fixed", "workload.count=6", "workload.prompt_tokens=20", "workload.output_tokens=12"),
@@ -30,13 +27,8 @@ def reasons(compose_config, virtual_time):
     """Why the passes of an engine with steps of 20 ms do not count."""
 
     def measure(*overrides, load=FIXED):
-        config = compose_config(*SETTINGS, *load, *overrides)
-        OmegaConf.set_struct(config, False)
-        config.experiment.variants = {"transformers": {"model": {"dry": {"step_ms": 20.0}}}}
-        config.experiment.points = {}
-        OmegaConf.set_struct(config, True)
-        with Steps("test") as steps:
-            found = ablation.Ablation.from_config(config).measure(steps)
+        variants = {"transformers": {"model": {"dry": {"step_ms": 20.0}}}}
+        found = measured(probe(compose_config, *SETTINGS, *load, *overrides, variants=variants))
         return "; ".join(sorted({row.reason for row in found.rows}))
 
     return measure

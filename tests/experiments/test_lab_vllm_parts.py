@@ -111,6 +111,8 @@ def test_a_request_that_failed_there_is_told():
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(apart, "NEEDS", "cpu")
+    monkeypatch.setattr(timer, "SAMPLES", 1)
+    monkeypatch.setattr(timer, "MAX_COPIES", 2)
     found = Apart(SETTINGS.vllm)
     yield found
     found.close()

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
 
 from experiments.soak import RECORD_MIB, Seen, main
+from mini_infer.cli import chat
 from mini_infer.runtime.llm_engine import RECORDS_KEPT
 
 
 @pytest.mark.slow
-def test_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    from forking import forks
+
+    monkeypatch.setattr(chat, "start_server", lambda flags, **more: forks().server(flags, os.environ))
     out = tmp_path / "soak" / "memory.csv"
     assert main(["--minutes", "0.04", "--out", str(out)]) == 0
     said = capsys.readouterr().out

@@ -49,6 +49,7 @@ MOST_REQUESTS = 24  # of a point's own
 MOST_TOKENS = 32  # of an answer
 SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
+MODEL, DRAFT = "tiny-target", "tiny-draft"  # that answer probes, of those that ship with the package
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 2},
     {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
@@ -195,11 +196,11 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 def _stressed(config: EngineConfig) -> EngineConfig:
     """The variant's mechanisms around the shipped model, with chunks of CHUNK tokens and memory for two or three of the
     longest requests."""
-    shipped = "tiny-moe" if config.parallel.expert > 1 else "tiny-target"
+    shipped = "tiny-moe" if config.parallel.expert > 1 else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)
     if speculation.has_draft_model:
-        speculation = replace(speculation, draft=DraftConfig(path="tiny-draft"))
+        speculation = replace(speculation, draft=DraftConfig(path=DRAFT))
     scheduler, cache = config.scheduler, config.cache
     blocks = 3 * (-(-640 // cache.block_size))
     if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
