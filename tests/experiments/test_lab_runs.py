@@ -106,8 +106,9 @@ class Broken:
         ("cached", True, "8 prompt tokens of unrelated prompts came from a prefix cache"),
     ],
 )
-def test_planted_faults_are_caught(on_dry_model, monkeypatch, tmp_path, fault, passes, reason):
-    config = on_dry_model("+experiment.variants.engine.seed=7", f"paths.results={tmp_path / 'r'}")
+def test_planted_faults_are_caught(on_dry_model, virtual_time, monkeypatch, tmp_path, fault, passes, reason):
+    quick = "engine.model.dry.step_ms=1"  # of a clock that nothing else disturbs
+    config = on_dry_model(quick, "+experiment.variants.engine.seed=7", f"paths.results={tmp_path / 'r'}")
     config.paths.reports = str(tmp_path / "reports")
     real = lending.open_subject
     monkeypatch.setattr(

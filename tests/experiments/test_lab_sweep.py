@@ -3,8 +3,7 @@
 import importlib.util
 import json
 import multiprocessing
-import os
-import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -169,24 +168,15 @@ def run_sweep(run_py, capsys, arguments):
 
 
 @pytest.fixture
-def run_sweep_apart(arguments, tmp_path):
-    """In a child of this process: a launcher that pickles jobs changes the classes of the configs that come back."""
+def run_sweep_apart(arguments):
+    """In a process of its own: a launcher that pickles jobs changes the classes of the configs that come back."""
 
     def run(*overrides):
-        child = multiprocessing.get_context("fork").Process(target=_typed, args=([*arguments, *overrides], tmp_path))
-        child.start()
-        child.join(300)
-        return child.exitcode, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
+        command = [sys.executable, "run.py", *arguments, *overrides]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout, done.stderr
 
     return run
-
-
-def _typed(arguments, folder):
-    for place, name in enumerate(("stdout", "stderr"), 1):
-        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), place)
-        setattr(sys, name, open(place, "w", closefd=False))  # noqa: SIM115
-    sys.argv = ["run.py", *arguments]
-    runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
 
 
 def check_sweep(folder, code, shown, errors):
