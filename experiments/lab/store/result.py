@@ -159,8 +159,9 @@ class Result:
 
     @property
     def repeats(self) -> int:
-        """In each process."""
-        return max((row.repeat + 1 for row in self.rows), default=0)
+        """In each process, of what was measured here: rows from beside may have more."""
+        asked = self.info.config.get("measure", {}).get("repeats")
+        return int(asked or max((row.repeat + 1 for row in self.rows), default=0))
 
     @cached_property
     def judgements(self) -> tuple[Judgement, ...]:

@@ -158,6 +158,17 @@ def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
     linear(axis, ticks)
 
 
+def near_one(axis: Axis, ax: Axes, ticks: int) -> bool:
+    """A linear y axis for shares that are all above one half, where from 0 on none could be told from another; False
+    where some are lower."""
+    low = ax.dataLim.ymin
+    if not 0.5 < low < 1:
+        return False
+    ax.set_ylim(1 - ROOM * (1 - low), 1 + (ROOM - 1) * (1 - low))
+    linear(axis, ticks)
+    return True
+
+
 def _hold(ax: Axes, is_x: bool, log: bool) -> None:
     """What is measured rules an axis. Intervals that are very wide beside it run off, where whole they would press
     everything else flat: from 0 on there is as much room for them again, on a log axis on either side."""

@@ -105,7 +105,7 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
         if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
             top = ax.get_ylim()[1]
             if claim.value <= FAR * top:
-                ax.set_ylim(top=max(top, 1.12 * claim.value))
+                ax.set_ylim(top=max(top, 1.12 * claim.value) if claim.value > top else top)
                 claims.append(claim)
     if len(claims) > 1 and len(places) > 1:
         variants = list(result.info.variants)
@@ -116,7 +116,7 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
             ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
         return
-    for claim in claims:
+    for claim in claims if len(claims) == 1 else ():  # of several, a curve does not tell which is whose
         at = f" at {wording.point(claim.point)}" if claim.point else ""
         text = f"claim: {'at least' if claim.bound.is_floor else 'at most'} {wording.number(claim.value)}{at}"
         ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)

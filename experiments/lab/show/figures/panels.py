@@ -75,7 +75,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return NO_VALUE
     if lines.has_log_y(panel, result):
         frame.log(ax.yaxis, ax, False)
-    else:
+    elif not (metric.share and frame.near_one(ax.yaxis, ax, 8)):
         frame.from_zero(ax.yaxis, ax, False, 8)
     ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
     lines.bounds(ax, panel, result, places)
