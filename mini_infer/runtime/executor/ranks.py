@@ -252,12 +252,13 @@ class RankedRunner:
         self._runner, self._ring, self._ranks = runner, ring, ranks
         self._most_late = late
         self._late: deque[RankedStep] = deque()  # oldest first; some of them may have been dropped
-        self._transfers_done = 0
+        self._ended: list[int] = []  # transfers, of which the others have not been told
         self._sums: deque[tuple[int, int]] = deque()  # (record, hash of its tokens), until all have reported theirs
 
     def launch(self, plan: StepPlan) -> RankedStep:
         with self._ranks.blamed():
-            step = RankedStep(plan, self._ring.send((plan, self._transfers_done)))
+            ended, self._ended = tuple(self._ended), []
+            step = RankedStep(plan, self._ring.send((plan, ended)))
             self._late.append(step)
             self._run(len(self._late) - self._most_late)
         return step
@@ -282,7 +283,7 @@ class RankedRunner:
         with self._ranks.blamed():
             self._run(len(self._late))
             call = Call(method, arguments)
-            number = self._ring.send((call, self._transfers_done))
+            number = self._ring.send(call)
             own = call.of(self._runner)
             return [own, *(self._hear(process.rank, number) for process in self._ranks.processes)]
 
@@ -308,7 +309,7 @@ class RankedRunner:
                 self._run(1 + self._late.index(step))
             assert step.launched is not None, "it has just been run"
             result = self._runner.collect(step.launched)
-        self._transfers_done += len(result.transfers_done)
+        self._ended += result.transfers_done
         self._sums.append((step.number, tokens_sum(result.tokens)))
         self._compare()
         return result
