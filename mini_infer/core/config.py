@@ -393,11 +393,6 @@ class EngineConfig:
                 f"{self.parallel.asked}: a dry model has nothing that ranks could share. Set one rank, or "
                 "model.load_format=dummy for random weights"
             )
-        if self.parallel.ranks > 1 and self.cache.disk_prefix_path is not None:
-            raise ConfigError(
-                f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files "
-                "are one rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
-            )
         if self.parallel.prefill or self.parallel.decode:
             for name, value, stands in (
                 ("speculation.method", "draft", self.speculation.has_draft_model),

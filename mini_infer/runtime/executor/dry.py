@@ -126,7 +126,7 @@ class DryModel:
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
 
-    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+    def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
         return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -253,6 +253,7 @@ class RankedRunner:
         self._most_late = late
         self._late: deque[RankedStep] = deque()  # oldest first; some of them may have been dropped
         self._ended: list[int] = []  # transfers, of which the others have not been told
+        self._reads: dict[int, list[int]] = {}  # transfers that read files -> the host blocks, in the order of a prompt
         self._sums: deque[tuple[int, int]] = deque()  # (record, hash of its tokens), until all have reported theirs
 
     def launch(self, plan: StepPlan) -> RankedStep:
@@ -260,6 +261,9 @@ class RankedRunner:
             ended, self._ended = tuple(self._ended), []
             step = RankedStep(plan, self._ring.send((plan, ended)))
             self._late.append(step)
+            for transfer in plan.transfers:
+                if transfer.files and not transfer.to_host:
+                    self._reads[transfer.transfer_id] = [block for block, _ in transfer.files]
             self._run(len(self._late) - self._most_late)
         return step
 
@@ -309,10 +313,15 @@ class RankedRunner:
                 self._run(1 + self._late.index(step))
             assert step.launched is not None, "it has just been run"
             result = self._runner.collect(step.launched)
+        failed = dict(result.failed)
+        for number in result.transfers_done:
+            if (blocks := self._reads.pop(number, None)) is not None:
+                # Each rank has read its part of every block: there is what is there on all of them.
+                failed[number] = blocks[min(self.everywhere("transfers.num_read", number, blocks)) :]
         self._ended += result.transfers_done
         self._sums.append((step.number, tokens_sum(result.tokens)))
         self._compare()
-        return result
+        return result._replace(failed={number: blocks for number, blocks in failed.items() if blocks})
 
     def _compare(self) -> None:
         while self._sums:
