@@ -35,7 +35,7 @@ from mini_infer.runtime.executor.plan_ring import KEPT, Call, PlanRing, RingFile
 from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
-from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.pusher import LOST, Pusher
 
 LOOK_S = 0.1  # between two looks at the other ranks
 HEAR_S = 50e-6  # between two looks whether a rank has done what it was told
@@ -238,7 +238,8 @@ class RankedPusher:
         self._everywhere("pusher.open", transfer_id, link, theirs)
 
     def close(self, transfer_id: int) -> int:
-        return sum(self._everywhere("pusher.close", transfer_id))
+        every = self._everywhere("pusher.close", transfer_id)
+        return LOST if LOST in every else sum(every)
 
 
 class RankedRunner:
