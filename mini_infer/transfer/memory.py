@@ -98,24 +98,20 @@ class _Mapped:
         return tensor_at(self._memory.open(handle), shape, dtype, self._device)
 
 
-def mapped(shared: Shared, holding: Holding) -> KVStore:
-    """Another rank's KV. Raises OSError where it cannot be reached."""
-    return holding.store_like(shared.share, shared.num_blocks, _Mapped(shared, holding.store.device))
-
-
 class MemoryTarget(Target):
     """The KV memory of another engine's ranks, as far as this rank has a part in filling it. Raises OSError where it
     cannot be reached."""
 
     def __init__(self, memories: Sequence[Shared], holding: Holding) -> None:
-        self._stores: dict[int, KVStore] = {}  # with which the memory goes
+        self._stores: list[KVStore] = []  # with which the memory goes
 
-        def store_of(rank: int) -> KVStore:
-            if rank not in self._stores:
-                self._stores[rank] = mapped(memories[rank], holding)
-            return self._stores[rank]
+        def open_store(rank: int) -> KVStore:
+            shared = memories[rank]
+            mapped = _Mapped(shared, holding.store.device)
+            self._stores.append(holding.store_like(shared.share, shared.num_blocks, mapped))
+            return self._stores[-1]
 
-        self._parts = holding.parts([shared.share for shared in memories], store_of)
+        self._parts = holding.parts([shared.share for shared in memories], open_store)
         self._push = _push_on_cpu
         if holding.store.device.type == "cuda":
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton

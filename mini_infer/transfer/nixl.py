@@ -105,17 +105,14 @@ class NixlLink:
         assert holding.agent is not None, "an engine with this connector has one"
         self.agent: Agent = holding.agent
         others = [Reachable.of(*memory) for memory in memories]
-        stores: dict[int, KVStore] = {}
+        self._gpus = [other.gpu for other in others]
         self._names: dict[int, Any] = {}
 
         def open_store(rank: int) -> KVStore:
-            if rank not in stores:
-                self._names[rank] = self.agent.meet(others[rank])
-                stores[rank] = _placed(others[rank], holding)
-            return stores[rank]
+            self._names[rank] = self.agent.meet(others[rank])
+            return _placed(others[rank], holding)
 
         self._parts = holding.parts([other.share for other in others], open_store)
-        self._gpus = {rank: others[rank].gpu for rank in stores}
 
     def rows(self, layer: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[Any, np.ndarray, np.ndarray]]:
         """What is to be written of blocks (here, there): an agent's name, and memory here and there."""

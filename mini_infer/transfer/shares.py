@@ -108,7 +108,7 @@ class Holding:
 
         Args:
             theirs: shares of the other engine's ranks.
-            store_of: their stores.
+            store_of: opens the store of one of them; asked once of each that this rank pushes to.
         """
         found: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         for piece in pieces(self.shares, theirs, self.rank):
