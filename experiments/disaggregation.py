@@ -10,8 +10,8 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -20,11 +20,13 @@ from omegaconf import DictConfig
 
 from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
-from experiments.lab.judge import stats
+from experiments.lab.judge import stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Metric
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.rounds import Probe
-from experiments.lab.measure.traces import RequestTrace
+from experiments.lab.measure.steps import RequestRow, request_rows
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -100,6 +102,7 @@ class DisaggregationSpec(ExperimentSpec):
         count: requests of a load at each rate.
         slo: what a request keeps that counts as goodput.
         stream_tokens: of a stream's answer.
+        keep_engines: those of all variants stay side by side; else the ones of a variant end before another's start.
     """
 
     prompt_tokens: tuple[int, ...] = ()
@@ -108,6 +111,7 @@ class DisaggregationSpec(ExperimentSpec):
     count: int = 100
     slo: SLO = field(default_factory=SLO)
     stream_tokens: int = 256
+    keep_engines: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens or min(self.prompt_tokens) < 2 or min(self.prompts, self.count) < 1:
@@ -134,13 +138,19 @@ class Disaggregation(Probe):
         rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
         loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
         self.points = [*alone, *loads]
-        of = {TOGETHER: self.points, APART: self.points, STREAM: alone, AUTO: loads}
+        most = {mix.name: max(mix.rates_per_s) for mix in spec.mixes}
+        busiest = [load for load in loads if load.values["rate_per_s"] == most[load.values["mix"]]]
+        of = {TOGETHER: self.points, APART: self.points, STREAM: alone, AUTO: busiest}
         self.timed = [(variant, point) for variant, own in of.items() for point in own]
 
     def measure(self, steps: Steps) -> Findings:
-        with _Engines() as self._engines:
+        with _Engines(self.spec.keep_engines) as self._engines:
+            if self.spec.keep_engines:
+                self._engines.start([_config(self._engine, variant) for variant in ROLES])
             gates = self._gates() if self.settings.gates else []
-            return replace(super().measure(steps), gates=gates)
+            self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
+            found = super().measure(steps)
+            return replace(found, gates=gates, requests=[row for rows in self._requests.values() for row in rows])
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         engines = self._engines
@@ -149,9 +159,13 @@ class Disaggregation(Probe):
             return engines.run(self._load(engines.asked, variant, point))
         return engines.run(self._alone(engines.asked, point.values["prompt_tokens"]))
 
+    def problem(self) -> str:
+        return validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
+
     async def _alone(self, engine: AsyncEngine, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
         answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
+        self._served = _served(answers)
         ttft = stats.median([_ttft(answer) for answer in answers])
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
         if not split:
@@ -170,30 +184,29 @@ class Disaggregation(Probe):
         count = spec.count
         dues = [i / rate for i in range(count)] if mix.even else gamma_times(count, rate, 1.0, self._rng)
         prompts = [self._prompt(mix.prompt_tokens) for _ in range(count)]
+        await asyncio.gather(*(_ask(engine, self._prompt(mix.prompt_tokens), 2) for _ in engine.replicas))  # warm-up
         streams = [asyncio.ensure_future(self._stream(engine)) for _ in range(mix.streams)]
         for task in streams:
             task.add_done_callback(lambda done: None)
         before = _moved(engine)
         await asyncio.sleep(0.2 if streams else 0)
         start = time.perf_counter()
-
-        async def one(prompt: list[int], due: float) -> _Answer:
-            await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
-            return await _ask(engine, prompt, mix.output_tokens, start + due)
-
-        answers = await asyncio.gather(*(one(prompt, due) for prompt, due in zip(prompts, dues, strict=True)))
-        took = max(answer.trace.token_times[-1] for answer in answers) - start
+        asked = [
+            _ask(engine, prompt, mix.output_tokens, start + due) for prompt, due in zip(prompts, dues, strict=True)
+        ]
+        self._served = served = _served(await asyncio.gather(*asked))
+        self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
         for task in streams:
             task.cancel()
         running = [gaps for gaps in await asyncio.gather(*streams, return_exceptions=True) if isinstance(gaps, list)]
-        good = sum(spec.slo.met_by(answer.trace) for answer in answers)
-        gaps = [gap for own in running for gap in own] if streams else [g for a in answers for g in a.trace.gaps]
+        good = sum(map(spec.slo.met_by, served.requests))
+        gaps = [gap for own in running or [request.gaps for request in served.requests] for gap in own]
         itl = stats.percentile(gaps, 99)
         moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
         return {
-            "ttft_ms": 1e3 * stats.median([_ttft(answer) for answer in answers]),
+            "ttft_ms": 1e3 * stats.median([_ttft(request) for request in served.requests]),
             "itl_p99_ms": None if itl is None else 1e3 * itl,
-            "goodput_per_s": good / took,
+            "goodput_per_s": good / (served.end - start),
             "slo_share": good / count,
             "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here),
         }
@@ -203,7 +216,7 @@ class Disaggregation(Probe):
         gaps: list[float] = []
         try:
             while True:
-                gaps += (await _ask(engine, self._prompt(8), self.spec.stream_tokens)).trace.gaps
+                gaps += (await _ask(engine, self._prompt(8), self.spec.stream_tokens)).gaps
         except asyncio.CancelledError:
             return gaps
 
@@ -227,16 +240,13 @@ class Disaggregation(Probe):
         return [compare(variant, "", found[TOGETHER], found[variant], against) for variant in (APART, STREAM)]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    trace: RequestTrace
-    spans: dict[str, float]  # without `transfer` where the prompt was computed where it is decoded
-
-
 async def _ask(
     engine: AsyncEngine, prompt: list[int], output_tokens: int, due: float | None = None, **params: Any
-) -> _Answer:
-    due = time.perf_counter() if due is None else due
+) -> RequestTrace:
+    """At once, or when it is due."""
+    if due is not None:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    sent = time.perf_counter()
     given = {"temperature": 0.0, **params}
     stream = engine.submit(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **given))
     times: list[float] = []
@@ -246,8 +256,23 @@ async def _ask(
         times += [time.perf_counter()] * len(delta.token_ids)
         tokens += delta.token_ids
         spans = delta.spans or spans
-    trace = RequestTrace(len(prompt), output_tokens, due, tuple(times), tuple(tokens))
-    return _Answer(trace, spans)
+    to_first = sum(seconds for name, seconds in spans.items() if name not in ("queue", "transfer"))
+    return RequestTrace(
+        prompt_tokens=len(prompt),
+        asked_tokens=output_tokens,
+        arrival=sent if due is None else due,
+        token_times=tuple(times),
+        token_ids=tuple(tokens),
+        sent=None if due is None else sent,
+        first_scheduled=times[0] - to_first if spans else None,
+        spans=spans,
+    )
+
+
+def _served(answers: Sequence[RequestTrace]) -> Served:
+    start = min(answer.arrival for answer in answers)
+    named = (replace(answer, request_id=f"request {number}") for number, answer in enumerate(answers, 1))
+    return Served(tuple(named), start, max(answer.token_times[-1] for answer in answers))
 
 
 async def _tokens(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -256,12 +281,12 @@ async def _tokens(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[lis
         _ask(engine, prompt, GATE_TOKENS, temperature=float(index % 2), seed=index)
         for index, prompt in enumerate(prompts)
     ]
-    return [list(answer.trace.token_ids) for answer in await asyncio.gather(*asked)]
+    return [list(answer.token_ids) for answer in await asyncio.gather(*asked)]
 
 
-def _ttft(answer: _Answer) -> float:
-    assert answer.trace.ttft is not None, "every request gets its tokens, or an error"
-    return answer.trace.ttft
+def _ttft(answer: RequestTrace) -> float:
+    assert answer.ttft is not None, "every request gets its tokens, or an error"
+    return answer.ttft
 
 
 def _moved(engine: AsyncEngine) -> tuple[int, int]:
@@ -275,14 +300,21 @@ def _config(engine: EngineConfig, variant: str) -> EngineConfig:
 
 
 class _Engines:
-    """Engine processes, those of one config at a time."""
+    """Engine processes of one config at a time, or of several side by side.
+
+    Args:
+        keep: those of all configs stay, from their start to the end.
+    """
 
     asked: AsyncEngine
 
-    def __enter__(self) -> _Engines:
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
         self._loop = asyncio.new_event_loop()
-        self._config: EngineConfig | None = None
+        self._there: list[tuple[EngineConfig, AsyncEngine]] = []
         self._open = ExitStack()
+
+    def __enter__(self) -> _Engines:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -293,24 +325,28 @@ class _Engines:
         return self._loop.run_until_complete(work)
 
     def use(self, config: EngineConfig) -> None:
-        if config != self._config:
-            self._open.close()
-            self._config = None
-            self.asked = self._open.enter_context(self._engines(config))
-            self._config = config
+        """It is the one that is `asked` from here on."""
+        if config not in [known for known, _ in self._there]:
+            if not self._keep:
+                self._open.close()
+                self._there = []
+            self.start([config])
+        (self.asked,) = (engine for known, engine in self._there if known == config)
 
-    @contextmanager
-    def _engines(self, config: EngineConfig) -> Iterator[AsyncEngine]:
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    def start(self, configs: Sequence[EngineConfig]) -> None:
+        """All at once."""
+        begun = []
+        for config in configs:
+            folder = self._open.enter_context(tempfile.TemporaryDirectory())
             paths = []
             makes: Sequence[Callable[[str], Any]] = ways_to_make(config, max_queued=2**20)
             for number, make in enumerate(makes):
                 paths.append(os.path.join(folder, f"engine-{number}"))
-                stack.callback(make(paths[-1]).stop)
+                self._open.callback(make(paths[-1]).stop)
+            begun.append((config, paths))
+        for config, paths in begun:
             engine = self.run(AsyncEngine.connect(*paths, parallel=config.parallel, startup_timeout=STARTUP_S))
+            self._open.callback(lambda engine=engine: self.run(engine.close()))
             while any(replica.failure is not None for replica in engine.replicas):
                 self.run(asyncio.sleep(0.1))
-            try:
-                yield engine
-            finally:
-                self.run(engine.close())
+            self._there.append((config, engine))

@@ -39,6 +39,7 @@ class PanelKind(str, Enum):
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
     stack = "stack"  # bars of pieces, which are `parts`; the figure's only panel
+    gantt = "gantt"  # requests of a point over time, a column a variant; the figure's only panel
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,20 @@ class BlockFiles:
         block_bytes: of a block.
         max_bytes: of all files of this identity, about: the least recently used go first. None: half of what is free,
             or theirs already.
+        ranks: that share the disk, each with files of its own.
+
+    Attributes:
+        beside: folders of the other ranks, each of which has a part of every block.
 
     Raises ConfigError where nothing can be written there.
     """
 
-    def __init__(self, path: str, identity: str, block_bytes: int, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: str, identity: str, block_bytes: int, max_bytes: int | None = None, ranks: int = 1
+    ) -> None:
         self._identity = hashlib.sha256(identity.encode()).digest()
         self.folder = Path(path).expanduser() / self._identity.hex()[:16]
+        self.beside: list[str] = []
         self._file_bytes = _HEADER.size + block_bytes
         self._lock = threading.Lock()
         self._full_until = 0.0
@@ -63,7 +70,7 @@ class BlockFiles:
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("it may not be written to")
             files = self._look()
-            self.max_bytes = (free + self._bytes) // 2 if max_bytes is None else max_bytes
+            self.max_bytes = (free + self._bytes * ranks) // 2 // ranks if max_bytes is None else max_bytes // ranks
             if self.max_bytes < self._file_bytes:
                 raise ConfigError(
                     f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
@@ -83,13 +90,13 @@ class BlockFiles:
         )
 
     def __contains__(self, block_hash: object) -> bool:
-        """Whether there is a file for it, whatever is in it."""
+        """Whether every rank has a file for it, whatever is in it."""
         assert isinstance(block_hash, bytes)
-        return os.path.exists(self._file(block_hash))
+        return all(os.path.exists(_file(folder, block_hash)) for folder in (str(self.folder), *self.beside))
 
     def write(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
         """Whether there is a file for it now. Where the disk is full, or fails, nothing is written for a while."""
-        path = self._file(block_hash)
+        path = _file(self.folder, block_hash)
         if os.path.exists(path):
             return True
         if time.monotonic() < self._full_until:
@@ -114,7 +121,7 @@ class BlockFiles:
 
     def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
         """Whether `parts` hold the block now. If not, whatever is in them is nobody's, and there is no such file."""
-        path = self._file(block_hash)
+        path = _file(self.folder, block_hash)
         try:
             with open(path, "rb", buffering=0) as file:
                 header = file.read(_HEADER.size)
@@ -131,10 +138,6 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             os.unlink(path)
         return False
-
-    def _file(self, block_hash: bytes) -> str:
-        name = block_hash.hex()
-        return f"{self.folder}/{name[:2]}/{name}"
 
     def _header(self, block_hash: bytes, parts: Iterable[memoryview]) -> bytes:
         crc = 0
@@ -169,6 +172,11 @@ class BlockFiles:
                 return
 
 
+def _file(folder: Path | str, block_hash: bytes) -> str:
+    name = block_hash.hex()
+    return f"{folder}/{name[:2]}/{name}"
+
+
 def _fill(file: object, part: memoryview) -> bool:
     """Reads on until `part` is full; False where the file ends before."""
     while len(part):
@@ -179,9 +187,9 @@ def _fill(file: object, part: memoryview) -> bool:
     return True
 
 
-def open_block_files(cache: CacheConfig, identity: str, block_bytes: int) -> BlockFiles | None:
-    """Those of the settings; None where they ask for none."""
+def open_block_files(cache: CacheConfig, identity: str, block_bytes: int, ranks: int = 1) -> BlockFiles | None:
+    """One rank's of the settings; None where they ask for none."""
     if cache.disk_prefix_path is None:
         return None
     most = None if cache.disk_prefix_gib is None else int(cache.disk_prefix_gib * 2**30)
-    return BlockFiles(cache.disk_prefix_path, identity, block_bytes, most)
+    return BlockFiles(cache.disk_prefix_path, identity, block_bytes, most, ranks)

@@ -18,6 +18,7 @@ from mini_infer.core.plan import Transfer
 
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
+_KEPT = 64  # transfers of which it is known what files failed to give, or take
 _READERS, _WRITERS = 16, 2  # threads: somebody waits for reading, and Python that writes takes turns with the step loop
 
 
@@ -108,7 +109,7 @@ class KVTransfer:
             ThreadPoolExecutor(_WRITERS, "kv writer"),
         )
         self._at_files: list[tuple[Transfer, list[Future[list[int]]]]] = []
-        self._failed: dict[int, list[int]] = {}  # of transfers that ended since these were taken
+        self._failed: dict[int, list[int]] = {}  # of the latest transfers that had any
 
     def start(self, transfer: Transfer) -> None:
         """Queues the copies behind what the current stream was given so far, whose writes they see; where files are to
@@ -147,6 +148,8 @@ class KVTransfer:
             self._at_files.remove((transfer, jobs))
             if failed := [block for job in jobs for block in job.result()]:
                 self._failed[transfer.transfer_id] = failed
+                while len(self._failed) > _KEPT:
+                    del self._failed[next(iter(self._failed))]
             if transfer.to_host:
                 ended.append(transfer.transfer_id)
             else:
@@ -157,9 +160,18 @@ class KVTransfer:
             ended.append(transfer_id)
         return tuple(ended)
 
-    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        """Of transfers that have ended: id -> host blocks that files did not give, or take. Each is told once."""
-        return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
+    def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        """Of transfers that have ended lately: id -> host blocks that files did not give, or take."""
+        return {transfer_id: self._failed[transfer_id] for transfer_id in ended if transfer_id in self._failed}
+
+    def num_read(self, transfer_id: int, blocks: Sequence[int]) -> int:
+        """How many of these host blocks, from the first on, files have given in a transfer that is under way or has
+        ended lately. Waits for the files."""
+        failed = set(self._failed.get(transfer_id, ()))
+        for transfer, jobs in self._at_files:
+            if transfer.transfer_id == transfer_id:
+                failed.update(block for job in jobs for block in job.result())
+        return next((place for place, block in enumerate(blocks) if block in failed), len(blocks))
 
     def _host_bytes(self, block: int) -> list[memoryview]:
         """A block in host memory."""

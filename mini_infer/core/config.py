@@ -211,9 +211,16 @@ class HandOver(str, Enum):
     always = "always"  # all prompts of which KV is missing
 
 
+NO_NIXL = (
+    "parallel.connector=nixl: the package nixl is not installed. pip install -e '.[nixl]', or set parallel.connector="
+    "memory on one machine, or stream"
+)
+
+
 class Connector(str, Enum):
     memory = "memory"  # written into the decoding engine's memory: peer memory of GPUs, shared memory on CPUs
     stream = "stream"  # through a socket, and host memory on both sides
+    nixl = "nixl"  # written into the decoding engine's memory, on any machine, by the library of that name
 
 
 class AllReduce(str, Enum):
@@ -274,12 +281,12 @@ class ParallelConfig:
             if self.connector is Connector.stream and max(self.ranks, self.prefill_tensor or 1) > 1:
                 raise ConfigError(
                     f"{roles} with parallel.connector=stream: one rank sends to one other. Set parallel.connector="
-                    "memory, which works with any number of them on one machine"
+                    "memory, which works with any number of them on one machine, or nixl"
                 )
             if self.launcher is not Launcher.processes and self.connector is Connector.memory:
                 raise ConfigError(
                     f"{roles} with parallel.launcher={self.launcher.value} may be on two machines, which have no "
-                    "memory in common: set parallel.connector=stream"
+                    "memory in common: set parallel.connector=stream, or nixl"
                 )
 
     @property
@@ -392,11 +399,6 @@ class EngineConfig:
             raise ConfigError(
                 f"{self.parallel.asked}: a dry model has nothing that ranks could share. Set one rank, or "
                 "model.load_format=dummy for random weights"
-            )
-        if self.parallel.ranks > 1 and self.cache.disk_prefix_path is not None:
-            raise ConfigError(
-                f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files "
-                "are one rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
             )
         if self.parallel.prefill or self.parallel.decode:
             for name, value, stands in (

@@ -29,7 +29,8 @@ def make_receiver(config: EngineConfig, executor: Executor) -> Receiver:
     store, memories = holding.store, holding.memories
     on_gpu = store.device.type == "cuda"
     stream = torch.cuda.Stream(store.device) if on_gpu else None
-    always, writes_late = config.parallel.hand_over is HandOver.always, on_gpu and memories is not None
+    always = config.parallel.hand_over is HandOver.always
+    writes_late = memories is not None and (on_gpu or holding.agent is not None)
     take = partial(take_blocks, store, stream=stream)
     return Receiver(Hello(_about(config, holding), memories, machine()), take, always, writes_late)
 
@@ -55,4 +56,5 @@ def _about(config: EngineConfig, holding: Holding) -> dict[str, str]:
         "what a token keeps": kept,
         "cache.block_size": str(holding.store.block_size),
         "numerics": config.numerics.value,
+        "parallel.connector": config.parallel.connector.value,
     }

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mini_infer.core.config import AttentionChoice, Device, EngineConfig, Launcher, LoadFormat
+from mini_infer.core.config import NO_NIXL, AttentionChoice, Connector, Device, EngineConfig, Launcher, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import require_length
 from mini_infer.core.model_config import ModelConfig
@@ -28,6 +28,8 @@ def check(config: EngineConfig) -> tuple[str, ...]:
     # Ray may start the engine on another machine, with devices of its own.
     if config.model.load_format is not LoadFormat.dry and config.parallel.launcher is not Launcher.ray:
         _require_device(config)
+    if config.parallel.connector is Connector.nixl and importlib.util.find_spec("nixl") is None:
+        raise ConfigError(NO_NIXL)
     said = check_model(config.model)
     if config.speculation.has_draft_model:
         check_model(config.speculation.draft.model(config.model))

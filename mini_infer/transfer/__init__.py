@@ -8,6 +8,7 @@ pusher.py     copies what a step computes, layer by layer
 blocks.py     KV memory as blocks of bytes
 memory.py     a connector: blocks are written into the other engine's memory
 stream.py     a connector: blocks go through a socket
+nixl.py       a connector: NIXL writes blocks, on this machine or to another one
 link.py       messages and bytes between two processes
 address.py    where they find each other
 """

@@ -11,6 +11,28 @@ from torch import Tensor
 from mini_infer.cache.kv_store import KVStore
 
 
+class Target:
+    """Where a prompt's blocks go: a connector's end."""
+
+    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
+        """Copies blocks `here` [n] of a layer to blocks `there` [n], on the current stream or behind it. `pairs` are
+        the same numbers. Their bytes."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Waits until no copy that was not made on the stream reads anything here."""
+
+    def end(self) -> float:
+        """Waits for those copies. The seconds that they took; raises OSError where they did not all work."""
+        return 0.0
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A GPU's kernels reach peer memory by its address: to torch it is as good as the device's own."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(dtype).view(shape)
+
+
 def words_of(store: KVStore, layer: int, heads: tuple[int, int] | None = None) -> list[Tensor]:
     """What a layer keeps, or some heads [first, end) of it: [planes, num_blocks, rows, words] each, a row the part of a
     block that lies together. Wider words first: where tensors are put one behind the other, each begins at a multiple

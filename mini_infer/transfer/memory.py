@@ -15,8 +15,9 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import Connector, ParallelConfig
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.peer_memory import reachable_memory
-from mini_infer.transfer.blocks import words_of
-from mini_infer.transfer.shares import Holding, Share, pieces
+from mini_infer.transfer.blocks import Target, tensor_at
+from mini_infer.transfer.nixl import Agent, Reachable
+from mini_infer.transfer.shares import Holding, Share
 
 
 class Shared(NamedTuple):
@@ -50,15 +51,21 @@ class SharedAllocator:
     def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
         """Raises OSError where there is too little memory."""
         self._handles.append(self._memory.allocate(math.prod(shape) * dtype.itemsize, 0))
-        return _tensor_at(self._memory.address, shape, dtype, self._device)
+        return tensor_at(self._memory.address, shape, dtype, self._device)
 
     def shared(self, share: Share, num_blocks: int) -> Shared:
         return Shared(share, num_blocks, self._handles, _name(self._device))
 
 
-def hold(store: KVStore, share: Share, parallel: ParallelContext = ONE_RANK) -> Holding:
+def hold(
+    store: KVStore, share: Share, parallel: ParallelContext = ONE_RANK, connector: Connector = Connector.memory
+) -> Holding:
     """What other engines are told of this rank's store. Every rank calls it at once."""
     shares = [Share(*row) for row in parallel.exchange(share)]
+    if connector is Connector.nixl:
+        agent = Agent(store)
+        told = parallel.tell(json.dumps(agent.reachable(share)))
+        return Holding(store, parallel.number, shares, [Reachable.of(*json.loads(text)) for text in told], agent)
     if not isinstance(store.allocate, SharedAllocator):
         return Holding(store, parallel.number, shares)
     told = parallel.tell(json.dumps(store.allocate.shared(share, store.num_blocks)))
@@ -88,56 +95,38 @@ class _Mapped:
         handle = next(self._handles)
         if self._peer:
             handle = [*handle[:-1], *self._peer]
-        return _tensor_at(self._memory.open(handle), shape, dtype, self._device)
+        return tensor_at(self._memory.open(handle), shape, dtype, self._device)
 
 
-def mapped(shared: Shared, holding: Holding) -> KVStore:
-    """Another rank's KV, of this engine or of one like it. Raises OSError where it cannot be reached."""
-    like = holding.store
-    return KVStore(
-        shared.share.layout(like.layout, holding.shares[holding.rank]),
-        num_blocks=shared.num_blocks,
-        block_size=like.block_size,
-        device=like.device,
-        allocate=_Mapped(shared, like.device),
-    )
-
-
-class MemoryTarget:
+class MemoryTarget(Target):
     """The KV memory of another engine's ranks, as far as this rank has a part in filling it. Raises OSError where it
     cannot be reached."""
 
     def __init__(self, memories: Sequence[Shared], holding: Holding) -> None:
         self._stores: list[KVStore] = []  # with which the memory goes
-        self._words: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: here, and there
-        for piece in pieces(holding.shares, [shared.share for shared in memories], holding.rank):
-            store = mapped(memories[piece.rank], holding)
-            self._stores.append(store)
-            for layer in piece.layers:
-                here = words_of(holding.store, layer, piece.here)
-                there = words_of(store, layer + piece.shift, piece.there)
-                self._words.setdefault(layer, []).extend(zip(here, there, strict=True))
+
+        def open_store(rank: int) -> KVStore:
+            shared = memories[rank]
+            mapped = _Mapped(shared, holding.store.device)
+            self._stores.append(holding.store_like(shared.share, shared.num_blocks, mapped))
+            return self._stores[-1]
+
+        self._parts = holding.parts([shared.share for shared in memories], open_store)
         self._push = _push_on_cpu
         if holding.store.device.type == "cuda":
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton
 
             self._push = push_blocks
 
-    def write(self, layer: int, here: Tensor, there: Tensor, there_listed: list[int]) -> int:
-        words = self._words.get(layer, ())
-        for own, theirs in words:
+    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
+        parts = self._parts.get(layer, ())
+        for _, own, theirs in parts:
             self._push(own, theirs, here, there)
-        return len(there_listed) * sum(own[:, 0].nbytes for own, _ in words)
+        return len(pairs) * sum(own[:, 0].nbytes for _, own, _ in parts)
 
 
 def _push_on_cpu(source: Tensor, target: Tensor, here: Tensor, there: Tensor) -> None:
     target.index_copy_(1, there, source.index_select(1, here))
-
-
-def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A GPU's kernels reach peer memory by its address: to torch it is as good as the device's own."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, math.prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(dtype).view(shape)
 
 
 def _numbered(device: torch.device) -> torch.device:

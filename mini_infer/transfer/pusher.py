@@ -6,26 +6,22 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mini_infer.cache.transfer import AtOnce, SideStream
 from mini_infer.core.plan import Push
+from mini_infer.transfer.blocks import Target
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared
+from mini_infer.transfer.nixl import NixlLink, NixlTarget
 from mini_infer.transfer.shares import Holding
 from mini_infer.transfer.stream import StreamTarget
 
 logger = logging.getLogger(__name__)
-
-
-class Target(Protocol):
-    """Where a prompt's blocks go: a connector's end."""
-
-    def write(self, layer: int, here: Tensor, there: Tensor, there_listed: list[int]) -> int:
-        """Copies blocks `here` [n] of a layer to blocks `there` [n], on the current stream. Their bytes."""
+LOST = -1  # bytes, of a transfer that did not arrive
 
 
 @dataclass
@@ -56,17 +52,20 @@ class Pusher:
         self._holding, self._device = holding, holding.store.device
         self._on_gpu = self._device.type == "cuda"
         self._stream = SideStream(self._device) if self._on_gpu else AtOnce()
-        self._ends: dict[int, MemoryTarget | Link] = {}  # by the number of a link
+        self._ends: dict[int, MemoryTarget | NixlLink | Link] = {}  # by the number of a link
         self._open: dict[int, _Open] = {}
-        self._step: list[tuple[_Open, Tensor, Tensor, list[int]]] = []
+        self._step: list[tuple[_Open, Tensor, Tensor, Sequence[tuple[int, int]]]] = []
         self._last: Any = None  # an event
         self.seconds = 0.0
 
     def connect(self, link: int, memories: Sequence[Sequence[Any]]) -> bool:
-        """What is opened for the link goes into memory of all ranks of an engine, a Shared each. Whether it can be
+        """What is opened for the link goes into memory of all ranks of an engine (Holding.memories). Whether it can be
         reached."""
         try:
-            self._ends[link] = MemoryTarget([Shared.of(*memory) for memory in memories], self._holding)
+            if self._holding.agent is not None:
+                self._ends[link] = NixlLink(memories, self._holding)
+            else:
+                self._ends[link] = MemoryTarget([Shared.of(*memory) for memory in memories], self._holding)
         except OSError as error:
             logger.warning("KV memory of another engine cannot be reached: %s", error)
             return False
@@ -82,28 +81,39 @@ class Pusher:
     def open(self, transfer_id: int, link: int, theirs: int) -> None:
         """The pushes of this transfer go there, where it is called `theirs`."""
         end = self._ends[link]
-        target = end if isinstance(end, MemoryTarget) else StreamTarget(end, theirs, self._holding.store)
+        target: Target
+        if isinstance(end, NixlLink):
+            target = NixlTarget(end)
+        else:
+            target = end if isinstance(end, MemoryTarget) else StreamTarget(end, theirs, self._holding.store)
         self._open[transfer_id] = _Open(target)
 
     def close(self, transfer_id: int) -> int:
-        """Waits until nothing of it is being copied. The bytes of its copies."""
+        """Waits until nothing of it is being copied. The bytes of its copies, or LOST."""
         transfer = self._open.pop(transfer_id)
         if transfer.last is not None:
             transfer.last.synchronize()
-        self.seconds = transfer.seconds + sum(a.elapsed_time(b) for a, b in transfer.laps) / 1e3
+        try:
+            beside = transfer.target.end()
+        except OSError as error:
+            logger.warning("a prompt's KV did not reach the engine that asked for it: %s", error)
+            return LOST
+        self.seconds = beside + transfer.seconds + sum(a.elapsed_time(b) for a, b in transfer.laps) / 1e3
         return transfer.num_bytes
 
     def begin(self, pushes: Sequence[Push]) -> None:
         """Before anything of a step is launched: blocks that are still being copied may be written to by it."""
+        for transfer in self._open.values():
+            transfer.target.settle()
         if self._last is not None and self._on_gpu:
             torch.cuda.current_stream(self._device).wait_event(self._last)
         self._step = []
         for push in pushes:
-            transfer = self._open.get(push.transfer_id)
-            if transfer is not None and push.pairs:  # else it has ended meanwhile
+            opened = self._open.get(push.transfer_id)
+            if opened is not None and push.pairs:  # else it has ended meanwhile
                 pairs = torch.tensor(push.pairs, pin_memory=self._on_gpu)
                 here, there = pairs.to(self._device, non_blocking=True).T.contiguous()
-                self._step.append((transfer, here, there, [block for _, block in push.pairs]))
+                self._step.append((opened, here, there, push.pairs))
 
     def layer(self, layer: int) -> None:
         if self._step:
@@ -120,9 +130,9 @@ class Pusher:
         return self._last if pushed else None
 
     def _push(self, layer: int) -> None:
-        for transfer, here, there, listed in self._step:
+        for transfer, here, there, pairs in self._step:
             lap = self._lap()
-            transfer.num_bytes += transfer.target.write(layer, here, there, listed)
+            transfer.num_bytes += transfer.target.write(layer, here, there, pairs)
             lap(transfer)
 
     def _lap(self) -> Callable[[_Open], None]:

@@ -20,6 +20,7 @@ from mini_infer.core.request import Export, FinishReason, RequestOutput, Samplin
 from mini_infer.transfer.address import Door
 from mini_infer.transfer.link import Bell, Link
 from mini_infer.transfer.protocol import Ask, Cancel, Clock, End, Hello, Message, Unlike
+from mini_infer.transfer.pusher import LOST
 
 if TYPE_CHECKING:  # it is handed one
     from mini_infer.runtime.llm_engine import LLMEngine
@@ -105,7 +106,9 @@ class Sender:
         num_bytes = self._pusher.close(asked.number)
         metrics = completion.metrics
         assert metrics is not None
-        if completion.finish_reason is FinishReason.length:
+        if num_bytes == LOST:
+            end = End(asked.transfer_id, "its KV did not get here")
+        elif completion.finish_reason is FinishReason.length:
             assert metrics.first_scheduled_time is not None
             times = metrics.first_scheduled_time, metrics.token_times[-1], self._pusher.seconds
             end = End(asked.transfer_id, "", *times, num_bytes)

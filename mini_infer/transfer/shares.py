@@ -7,15 +7,19 @@ heads 4-7  ---------> 4-5, 6-7                            layers 14-27 ------'->
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
+from mini_infer.cache.kv_store import Allocate, KVStore
 from mini_infer.cache.layout import KVLayout
+from mini_infer.transfer.blocks import words_of
 
 if TYPE_CHECKING:
-    from mini_infer.cache.kv_store import KVStore
     from mini_infer.transfer.memory import Shared
+    from mini_infer.transfer.nixl import Agent, Reachable
 
 
 class Share(NamedTuple):
@@ -75,15 +79,42 @@ class Holding:
         store: of this rank.
         shares: of all ranks.
         memories: of all ranks, which other engines may write to; None where none may.
+        agent: of NIXL, where that is the connector.
     """
 
     store: KVStore
     rank: int
     shares: Sequence[Share]
-    memories: Sequence[Shared] | None = None
+    memories: Sequence[Shared] | Sequence[Reachable] | None = None
+    agent: Agent | None = None
 
     @property
     def whole(self) -> KVLayout:
         """Of all ranks together."""
         layers, heads = (max(share[end] for share in self.shares) for end in (1, 3))
         return Share(0, layers, 0, heads).layout(self.store.layout, self.shares[self.rank])
+
+    def store_like(self, share: Share, num_blocks: int, allocate: Allocate) -> KVStore:
+        """The KV of another rank, of this engine or of one like it."""
+        like = self.store
+        layout = share.layout(like.layout, self.shares[self.rank])
+        return KVStore(layout, num_blocks=num_blocks, block_size=like.block_size, device=like.device, allocate=allocate)
+
+    def parts(
+        self, theirs: Sequence[Share], store_of: Callable[[int], KVStore]
+    ) -> dict[int, list[tuple[int, Tensor, Tensor]]]:
+        """What this rank pushes to ranks of another engine, by layer: the other rank, words here and words there (see
+        `words_of`).
+
+        Args:
+            theirs: shares of the other engine's ranks.
+            store_of: opens the store of one of them; asked once of each that this rank pushes to.
+        """
+        found: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+        for piece in pieces(self.shares, theirs, self.rank):
+            store = store_of(piece.rank)
+            for layer in piece.layers:
+                here = words_of(self.store, layer, piece.here)
+                there = words_of(store, layer + piece.shift, piece.there)
+                found.setdefault(layer, []).extend((piece.rank, *both) for both in zip(here, there, strict=True))
+        return found

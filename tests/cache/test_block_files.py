@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_infer.cache.block_files import BlockFiles
+from mini_infer.cache.block_files import BlockFiles, _file
 from mini_infer.core.errors import ConfigError
 
 SIZE = 1000
@@ -34,7 +34,7 @@ def read(files: BlockFiles, number: int) -> list[bytes] | None:
 
 
 def path_of(files: BlockFiles, number: int) -> Path:
-    return Path(files._file(name(number)))
+    return Path(_file(files.folder, name(number)))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path, way: str) -> N
 
 WRITER = """
 import sys
-from mini_infer.cache.block_files import BlockFiles
+from mini_infer.cache.block_files import BlockFiles, _file
 sys.path.insert(0, {tests!r})
 from test_block_files import SIZE, content, name
 files = BlockFiles({folder!r}, "a model", SIZE, 30 * 1100)

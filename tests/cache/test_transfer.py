@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mini_infer.cache import transfer as transfers
-from mini_infer.cache.block_files import BlockFiles
+from mini_infer.cache.block_files import BlockFiles, _file
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.cache.transfer import AtOnce, KVTransfer
@@ -163,13 +163,14 @@ def test_blocks_go_to_files_and_come_back(name: str, device: torch.device, tmp_p
     first.start(Transfer(1, True, [], True, [(3, hashes[0]), (0, hashes[1]), (1, hashes[2])]))
     assert first.poll(wait=True) == (1,)
     second = KVTransfer([store], num_host_blocks=4, files=files)
-    lost = Path(files._file(hashes[1]))
+    lost = Path(_file(files.folder, hashes[1]))
     lost.write_bytes(lost.read_bytes()[:-1])
     read = [(2, hashes[0]), (1, hashes[1]), (0, hashes[2]), (3, hashes[4])]
     second.start(Transfer(2, False, [(2, 9), (1, 4), (0, 6), (3, 8)], True, read))
     assert second.poll(wait=True) == (2,)
-    assert {number: sorted(blocks) for number, blocks in second.take_failed([2]).items()} == {2: [1, 3]}
-    assert second.take_failed([2]) == {}
+    assert {number: sorted(blocks) for number, blocks in second.failed([2]).items()} == {2: [1, 3]}
+    assert second.num_read(2, [0, 1, 2, 3]) == 1
+    assert second.num_read(1, [0, 1, 2, 3]) == 4
     for now, then in zip(contents(store), before, strict=True):
         for source, target in ((7, 9), (5, 6)):
             assert torch.equal(now[:, :, target], then[:, :, source])
@@ -191,7 +192,7 @@ def test_who_waits_for_copies_does_not_wait_for_files_being_written(tmp_path: Pa
     assert transfer.poll() == ()
     may_write.set()
     assert transfer.poll(wait=True) == (0,)
-    assert transfer.take_failed([0, 1]) == {1: [1]}
+    assert transfer.failed([0, 1]) == {1: [1]}
 
 
 def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

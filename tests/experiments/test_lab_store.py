@@ -173,7 +173,8 @@ def test_steps_and_requests_come_back(tmp_path):
     header = first["demo/own.in_process/cpu/default.requests.csv"].decode().splitlines()[0]
     assert header == (
         "variant,point,request,name,arrival_s,first_scheduled_s,first_token_s,end_s,prompt_tokens,output_tokens,"
-        "cached_tokens,preemptions,process,repeat,queue_s,prefill_s,transfer_s,decode_s"
+        "cached_tokens,preemptions,process,repeat,queue_s,prefill_s,transfer_s,decode_s,transfer_exposed_s,decode_wait_s,"
+        "first_decode_step_s"
     )
 
 

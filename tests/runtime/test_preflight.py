@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -179,3 +180,12 @@ def test_the_first_words_come_without_torch() -> None:
     for said in ("did you mean tiny-target?", "graphs.capture=always needs a GPU", "/nowhere: there is no such folder"):
         assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_connector_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = EngineConfig.from_dict(
+        {"model": {"load_format": "dry"}, "parallel": {"prefill": 1, "decode": 1, "connector": "nixl"}}
+    )
+    with pytest.raises(ConfigError, match=r"the package nixl is not installed. pip install -e '\.\[nixl\]', or set"):
+        preflight.check(config)

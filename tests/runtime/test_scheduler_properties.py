@@ -161,8 +161,8 @@ class LateTransfers:
         self._make_due(wait)
         return self._transfers.poll(wait)
 
-    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        return self._transfers.take_failed(ended)
+    def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._transfers.failed(ended)
 
     def _make_due(self, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][1] <= self._num_polls):
@@ -183,8 +183,8 @@ class BothModels:
         self._draft.poll(wait=True)
         return self._target.poll(wait)
 
-    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        return self._target.take_failed(ended)
+    def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._target.failed(ended)
 
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:
@@ -425,7 +425,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
     runner = engine.executor.runner
-    runner._transfers = LateTransfers(runner._transfers, machine["transfer_polls"])  # type: ignore[assignment]
+    runner.transfers = LateTransfers(runner.transfers, machine["transfer_polls"])  # type: ignore[assignment]
     make_scheduler = engine._make_scheduler
 
     def make_speculating_scheduler() -> Scheduler:
@@ -454,7 +454,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
         if answer.prompt_logprobs is not None or not (answer.cut_short or expected.prompt_logprobs is None):
             assert answer.prompt_logprobs == expected.prompt_logprobs
     kv = engine.scheduler.kv
-    for transfer_id in engine.executor.runner._transfers.poll(wait=True):  # of requests that ended meanwhile
+    for transfer_id in engine.executor.runner.transfers.poll(wait=True):  # of requests that ended meanwhile
         kv.end_transfer(transfer_id)
     assert failing_step is not None or not kv.transfers.local, "a transfer was never started, or its end never told"
     for transfer_id in kv.transfers.local:

@@ -119,8 +119,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             make(cache=cache)
-    with pytest.raises(ConfigError, match=r"disk_prefix_path with parallel\.tensor=2"):
-        make(cache={"host_prefix_gib": 1, "disk_prefix_path": str(tmp_path)}, parallel={"tensor": 2})
 
 
 def test_records_add_up() -> None:

@@ -144,7 +144,7 @@ class Pair:
     def check_empty(self) -> None:
         """No block, and nothing that remembers one, is left of what has ended."""
         for engine in filter(None, (self.decode, self.prefill)):
-            engine.executor.runner._transfers.poll(wait=True)
+            engine.executor.runner.transfers.poll(wait=True)
             for transfer_id in engine.scheduler.kv.transfers.local:  # of who ended, or of a step that failed
                 engine.scheduler.kv.end_transfer(transfer_id)
         assert not self.receiver._asked

@@ -46,7 +46,7 @@ def config(rng: random.Random) -> EngineConfig:
                 "overlap": rng.choice(["never", "always"]),
             },
             "parallel": {
-                "connector": rng.choice(["memory", "stream"]),
+                "connector": rng.choice(["memory", "stream", "nixl"]),
                 "hand_over": rng.choice(["always", "always", "auto"]),
             },
         }
@@ -150,7 +150,7 @@ def live(rng: random.Random, pair: Pair) -> None:
     pair.check_empty()
 
 
-def test_an_engine_that_is_unlike_computes_nothing_for_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_unlike_computes_nothing_for_others(nixl: None, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(0)
     pair = Pair(config(rng))
     assert pair.sender is not None
@@ -199,10 +199,10 @@ def run(seed: int, histories: int) -> int:
     return received
 
 
-def test_no_token_changes_and_no_block_is_lost() -> None:
+def test_no_token_changes_and_no_block_is_lost(nixl: None) -> None:
     assert run(seed=1, histories=75) > 20
 
 
 @pytest.mark.soak
-def test_ten_thousand_histories() -> None:
+def test_ten_thousand_histories(nixl: None) -> None:
     assert run(seed=2, histories=10_000) > 5_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
 from mini_infer.transfer import address
 from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
+from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
-from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.pusher import LOST, Pusher
 from mini_infer.transfer.receiver import Receiver
 from mini_infer.transfer.shares import Holding, Piece, Share, pieces
 from mini_infer.transfer.stream import take_blocks
@@ -49,9 +52,9 @@ def filled(layout: KVLayout, num_blocks: int, allocate: Any = None) -> KVStore:
     return store
 
 
-@pytest.mark.parametrize("connector", ["memory", "stream"])
+@pytest.mark.parametrize("connector", ["memory", "stream", "nixl"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str) -> None:
+def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str, nixl: None) -> None:
     allocate = SharedAllocator(CPU)
     source, target = filled(layout, 6), filled(layout, 9, allocate)
     before = [tensor.clone() for tensor in blocks_of(target)]
@@ -62,8 +65,11 @@ def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str
             assert isinstance(message, Blocks)
             take_blocks(target, message, bytearray(payload), None)
 
-    pusher = Pusher(Holding(source, 0, [share]))
-    if connector == "stream":
+    here, there = (Agent(store) if connector == "nixl" else None for store in (source, target))
+    pusher = Pusher(Holding(source, 0, [share], agent=here))
+    if there is not None:
+        assert pusher.connect(5, [there.reachable(share)])
+    elif connector == "stream":
         pusher.send_by(5, Direct())  # type: ignore[arg-type]
     else:
         assert pusher.connect(5, [allocate.shared(share, 9)])
@@ -88,6 +94,37 @@ def test_memory_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> Non
         MemoryTarget([shared], holding)
     assert not Pusher(holding).connect(1, [shared])
     assert "No such file" in caplog.text
+
+
+def test_a_write_that_does_not_arrive_is_told(
+    nixl: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = LAYOUTS["latent"]
+    share = Share(0, layout.num_layers)
+    source, target = filled(layout, 6), filled(layout, 9)
+    pusher = Pusher(Holding(source, 0, [share], agent=Agent(source)))
+    there = Agent(target)
+    reachable = there.reachable(share)
+    assert not pusher.connect(4, [reachable._replace(agent="")])
+    assert pusher.connect(5, [reachable])
+
+    def fail(*given: Any) -> None:
+        raise OSError("NIXL: a write ended as ERR")
+
+    monkeypatch.setattr(Agent, "write", fail)
+    pusher.open(1, 5, 1)
+    pusher.begin([Push(1, PAIRS)])
+    pusher.layer(0)
+    pusher.end()
+    assert pusher.close(1) == LOST
+    assert "did not reach the engine that asked for it: NIXL: a write ended as ERR" in caplog.text
+
+
+def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(ConfigError, match=r"connector=nixl: the package nixl is not installed. pip install"):
+        Agent(filled(LAYOUTS["latent"], 2))
 
 
 def shares_of(layers: int, heads: int, stages: int, tensor: int) -> list[Share]:

@@ -61,8 +61,10 @@ async def tokens_apart(folder: Path, connector: str, *ranks: int) -> tuple[list[
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("connector", ["memory", "stream"])
+@pytest.mark.parametrize("connector", ["memory", "stream", "nixl"])
 def test_tokens_are_those_of_one_engine(tmp_path: Path, connector: str) -> None:
+    if connector == "nixl":
+        pytest.importorskip("nixl")
     one = LLMEngine(replace(CONFIG, parallel={"hand_over": "auto"}))
     expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, PARAMS)]
     one.close()

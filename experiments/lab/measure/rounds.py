@@ -67,6 +67,10 @@ class Probe(Experiment):
         """One measurement: metric -> value, None where a sample is too small for it."""
         raise NotImplementedError
 
+    def problem(self) -> str:
+        """Why the latest of them do not count; empty where they do."""
+        return ""
+
     def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
         """What follows from all values of a repeat."""
         return ()
@@ -85,14 +89,17 @@ class Probe(Experiment):
             label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
             steps.next(f"{label}{point.name}, {name}")
             gc.collect()
-            found += self._rows(variant, point, repeat, self.values(variant, point))
+            values = self.values(variant, point)
+            found += self._rows(variant, point, repeat, values, self.problem())
         for variant, point, values in self.derived(found):
             found += self._rows(variant, point, repeat, values)
         rows += found
 
-    def _rows(self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None]) -> list[Row]:
+    def _rows(
+        self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
+    ) -> list[Row]:
         return [
-            Row(variant, point.name, repeat, name, value, self.metrics[name].unit)
+            Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
             for name, value in values.items()
             if value is not None
         ]

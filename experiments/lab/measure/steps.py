@@ -46,8 +46,10 @@ class RequestRow:
     """One request. Times in seconds from the pass's start; None for what never happened.
 
     Its latency is made of spans, one after the other: in the queue, until it was first scheduled; prefill, until its
-    first token; transfer, of its KV between engines; decode, until its last token. None: there was no such span, or
-    nobody tells where it began.
+    first token; decode, until its last token. Where another engine computed its prompt there are three between prefill
+    and decode: the transfer of its KV as far as that was left then, the wait for a decode step, and that step. Beside
+    them `transfer_s` is what the copies took in all, most of it within prefill. None: there was no such span, or nobody
+    tells where it began.
     """
 
     variant: str
@@ -68,6 +70,9 @@ class RequestRow:
     prefill_s: float | None = None
     transfer_s: float | None = None
     decode_s: float | None = None
+    transfer_exposed_s: float | None = None
+    decode_wait_s: float | None = None
+    first_decode_step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,12 @@ def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[
             preemptions=trace.preemptions,
             repeat=repeat,
             queue_s=_between(trace.arrival, trace.first_scheduled),
-            prefill_s=_between(trace.first_scheduled, next(iter(trace.token_times), None)),
+            prefill_s=trace.spans.get("prefill", _between(trace.first_scheduled, next(iter(trace.token_times), None))),
             decode_s=trace.token_times[-1] - trace.token_times[0] if trace.token_times else None,
+            transfer_s=trace.spans.get("transfer"),
+            transfer_exposed_s=trace.spans.get("transfer_exposed"),
+            decode_wait_s=trace.spans.get("decode_wait"),
+            first_decode_step_s=trace.spans.get("first_decode_step"),
         )
         for trace in served.requests
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 from mini_infer.core.plan import StepRecord
@@ -32,6 +32,7 @@ class RequestTrace:
     shared_tokens: int = 0  # leading prompt tokens that the workload means to be found in a prefix cache
     error: str = ""  # why it has no complete answer
     tells_tokens: bool = True  # false of a server that streams text alone: token_ids is empty then
+    spans: Mapping[str, float] = field(default_factory=dict)  # of RequestMetrics.spans, where somebody tells them
 
     @property
     def ttft(self) -> float | None:

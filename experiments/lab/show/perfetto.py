@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.steps import RequestRow, StepRow
-from experiments.lab.show.figures.timeline import first_pass, phases
+from experiments.lab.show.figures.gantt import first_pass, phases
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError
 

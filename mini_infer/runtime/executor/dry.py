@@ -126,7 +126,7 @@ class DryModel:
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
 
-    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+    def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
         return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class DryExecutor(Executor):
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
         states = RequestStates.of(config, limits, sampler)
         self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
-        self.holding = hold(model.store, Share(0, 1))
+        self.holding = hold(model.store, Share(0, 1), connector=config.parallel.connector)
         if config.parallel.prefill:
             self.runner.push_with(Pusher(self.holding))
         self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))

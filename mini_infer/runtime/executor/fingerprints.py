@@ -31,15 +31,15 @@ def require_same(parallel: ParallelContext, config: EngineConfig, model: ServedM
                 )
 
 
-def kv_identity(config: EngineConfig, models: Sequence[ServedModel]) -> str:
-    """All that the bytes of a block depend on, beside its tokens."""
-    settings = config.to_dict()
+def kv_identity(config: EngineConfig, models: Sequence[ServedModel], rank: int) -> str:
+    """All that the bytes of a rank's part of a block depend on, beside its tokens."""
+    settings, ranks = config.to_dict(), (config.parallel.asked, rank)
     about = [settings[section] for section in ("model", "attention", "numerics")]
     of_models = [
         (_model(model), model.kv_layout, _kind(model.device), *map(str, model.backends), model.kv_dtype)
         for model in models
     ]
-    return repr((about, config.cache.block_size, of_models, _number(_code()), torch.__version__))
+    return repr((about, ranks, config.cache.block_size, of_models, _number(_code()), torch.__version__))
 
 
 def _kind(device: torch.device) -> str:

@@ -37,7 +37,11 @@ class LocalExecutor(Executor):
         worker.load(limits.max_model_len)
         # The weights have taken their share, and steps will take theirs.
         self.limits = settle(worker.affordable_blocks(limits))
-        self.files = open_block_files(config.cache, kv_identity(config, worker.served), worker.block_bytes)
+        identity = kv_identity(config, worker.served, parallel.number)
+        self.files = open_block_files(config.cache, identity, worker.block_bytes, parallel.num_ranks)
+        if self.files is not None:
+            own = str(self.files.folder)
+            self.files.beside = [folder for folder in parallel.tell(own) if folder != own]
         worker.allocate(self.limits, self.files)
         worker.capture()
         self.runner, self.holding = worker.runner, worker.holding

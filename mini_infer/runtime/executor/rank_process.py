@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import mini_infer
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.logs import install
-from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
+from mini_infer.runtime.executor.plan_ring import Call, PlanRing, RingFiles
 
 if TYPE_CHECKING:
     from mini_infer.runtime.worker.model_runner import Runner
@@ -147,21 +146,23 @@ def follow(runner: Runner, ring: PlanRing, stages: int) -> None:
     """Runs what rank 0 runs. A step is collected when as many more are launched as there are stages, as rank 0 does
     where steps overlap."""
     launched: deque[tuple[int, Any]] = deque()
-    transfers_done = 0
+    ended: set[int] = set()  # transfers, of which rank 0 has not said that they have ended there
     while True:
-        number, (record, done) = ring.receive()
-        if not isinstance(record, StepPlan):
+        number, record = ring.receive()
+        if isinstance(record, Call):
             ring.report(number, record.of(runner))
             continue
-        for wait in (False, True):
-            if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read
-                ended = [runner.end_transfers(wait) for _ in range(1 + wait)]  # copies, and then writes to files
-                transfers_done += sum(map(len, ended))
-        launched.append((number, runner.launch(record)))
+        plan, ended_there = record
+        waits = False
+        while not ended.issuperset(ended_there):  # the plan may write where these read
+            ended.update(runner.end_transfers(waits))
+            waits = True
+        ended.difference_update(ended_there)
+        launched.append((number, runner.launch(plan)))
         if len(launched) > stages:
             number, step = launched.popleft()
             result = runner.collect(step)
-            transfers_done += len(result.transfers_done)
+            ended.update(result.transfers_done)
             ring.report(number, tokens_sum(result.tokens))
 
 

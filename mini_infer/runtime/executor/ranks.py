@@ -35,7 +35,7 @@ from mini_infer.runtime.executor.plan_ring import KEPT, Call, PlanRing, RingFile
 from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
-from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.pusher import LOST, Pusher
 
 LOOK_S = 0.1  # between two looks at the other ranks
 HEAR_S = 50e-6  # between two looks whether a rank has done what it was told
@@ -238,7 +238,8 @@ class RankedPusher:
         self._everywhere("pusher.open", transfer_id, link, theirs)
 
     def close(self, transfer_id: int) -> int:
-        return sum(self._everywhere("pusher.close", transfer_id))
+        every = self._everywhere("pusher.close", transfer_id)
+        return LOST if LOST in every else sum(every)
 
 
 class RankedRunner:
@@ -252,13 +253,18 @@ class RankedRunner:
         self._runner, self._ring, self._ranks = runner, ring, ranks
         self._most_late = late
         self._late: deque[RankedStep] = deque()  # oldest first; some of them may have been dropped
-        self._transfers_done = 0
+        self._ended: list[int] = []  # transfers, of which the others have not been told
+        self._reads: dict[int, list[int]] = {}  # transfers that read files -> the host blocks, in the order of a prompt
         self._sums: deque[tuple[int, int]] = deque()  # (record, hash of its tokens), until all have reported theirs
 
     def launch(self, plan: StepPlan) -> RankedStep:
         with self._ranks.blamed():
-            step = RankedStep(plan, self._ring.send((plan, self._transfers_done)))
+            ended, self._ended = tuple(self._ended), []
+            step = RankedStep(plan, self._ring.send((plan, ended)))
             self._late.append(step)
+            for transfer in plan.transfers:
+                if transfer.files and not transfer.to_host:
+                    self._reads[transfer.transfer_id] = [block for block, _ in transfer.files]
             self._run(len(self._late) - self._most_late)
         return step
 
@@ -282,7 +288,7 @@ class RankedRunner:
         with self._ranks.blamed():
             self._run(len(self._late))
             call = Call(method, arguments)
-            number = self._ring.send((call, self._transfers_done))
+            number = self._ring.send(call)
             own = call.of(self._runner)
             return [own, *(self._hear(process.rank, number) for process in self._ranks.processes)]
 
@@ -308,10 +314,15 @@ class RankedRunner:
                 self._run(1 + self._late.index(step))
             assert step.launched is not None, "it has just been run"
             result = self._runner.collect(step.launched)
-        self._transfers_done += len(result.transfers_done)
+        failed = dict(result.failed)
+        for number in result.transfers_done:
+            if (blocks := self._reads.pop(number, None)) is not None:
+                # Each rank has read its part of every block: there is what is there on all of them.
+                failed[number] = blocks[min(self.everywhere("transfers.num_read", number, blocks)) :]
+        self._ended += result.transfers_done
         self._sums.append((step.number, tokens_sum(result.tokens)))
         self._compare()
-        return result
+        return result._replace(failed={number: blocks for number, blocks in failed.items() if blocks})
 
     def _compare(self) -> None:
         while self._sums:

@@ -83,7 +83,7 @@ class Runner:
         stage: Stage | None = None,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
-        self._transfers = transfers
+        self.transfers = transfers
         self._drafter = drafter or Drafter()
         self._follows = follows
         self._threads = threads
@@ -111,8 +111,8 @@ class Runner:
         if self.pusher is not None:
             self.pusher.begin(plan.pushes)
         for transfer in plan.transfers:
-            assert self._transfers is not None, f"{transfer} without host memory"
-            self._transfers.start(transfer)
+            assert self.transfers is not None, f"{transfer} without host memory"
+            self.transfers.start(transfer)
         self._drafter.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if not plan.req_indices:
@@ -265,14 +265,14 @@ class Runner:
         }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = self.end_transfers(wait=not tokens)
-        failed = NONE if self._transfers is None else self._transfers.take_failed(ended)
+        failed = NONE if self.transfers is None else self.transfers.failed(ended)
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
         traffic = None if launched.expert_traffic is None else traffic_of(launched.expert_traffic)
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, counts, traffic)
 
     def end_transfers(self, wait: bool) -> tuple[int, ...]:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
-        return () if self._transfers is None else self._transfers.poll(wait)
+        return () if self.transfers is None else self.transfers.poll(wait)
 
     def load_adapter(self, path: str) -> None:
         """As Adapters.load."""

@@ -194,7 +194,9 @@ class Worker:
             self.runner, self._models = self._make_runner(limits, self.overlap, files, shared)
             roles = self._config.parallel
             if roles.prefill or roles.decode:
-                self.holding = holding = hold(self._models[0].store, self.target.kv_share, self._parallel)
+                self.holding = holding = hold(
+                    self._models[0].store, self.target.kv_share, self._parallel, roles.connector
+                )
                 if roles.prefill:
                     self.runner.push_with(Pusher(holding))
 

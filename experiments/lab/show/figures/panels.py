@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
-from experiments.lab.show.figures import bars, formula, frame, lines, matrix, stacks
+from experiments.lab.show.figures import bars, formula, frame, gantt, lines, matrix, stacks
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Result
@@ -18,12 +18,13 @@ from experiments.lab.store.result import Result
 NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
+WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: gantt.draw}  # which are the only panel of a figure
 
 
 def draw(plot: PlotSpec, result: Result) -> Figure:
     own = [_shown(panel, result) for panel in plot.panels]
-    if plot.panels[0].kind is PanelKind.stack:
-        return _stack(plot.panels[0], own[0])
+    if plot.panels[0].kind in WHOLE:
+        return _whole(plot.panels[0], own[0])
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
@@ -45,8 +46,8 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
     return figure
 
 
-def _stack(panel: PanelSpec, result: Result) -> Figure:
-    figure = stacks.of_metrics(panel, result)
+def _whole(panel: PanelSpec, result: Result) -> Figure:
+    figure = WHOLE[panel.kind](panel, result)
     if figure is None:
         figure, ax = frame.one(PANEL_HEIGHT)
         frame.nothing(ax, NO_VALUE)

@@ -3,8 +3,7 @@ step, how long it took, every request from its arrival to its last token, and wh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -15,10 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.measure.steps import StepRow
 from experiments.lab.show import effects
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import INK, plain
+from experiments.lab.show.figures.gantt import COLOURS, draw_requests, first_pass
 from experiments.lab.store.result import Result
 
 MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
@@ -26,8 +26,8 @@ BINS = 400
 FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
 SEEN = 4.0  # percent of the blocks: less would not be seen
 HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
-PREFILL, DECODE, USED, UNUSED, CACHED, TIME = "#E69F00", "#0072B2", "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7"
-QUEUED, LOST = "#BDBDBD", "#D55E00"
+PREFILL, DECODE = COLOURS["prefill"], COLOURS["decode"]
+USED, UNUSED, CACHED, TIME, LOST = "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7", "#D55E00"
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,6 @@ def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
     first = [cell[0] for cell in cells if cell is not None and cell[0] in stored]
     ordered = list(dict.fromkeys([*first, *stored]))
     return [tuple(ordered[i : i + 2]) for i in range(0, len(ordered), 2)]
-
-
-def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
-    """The requests of the pass whose steps are stored; those of the others are, too."""
-    return [r for r in result.requests if (r.variant, r.point, r.process, r.repeat) == (variant, point, 0, 0)]
 
 
 def describe(result: Result) -> str:
@@ -88,7 +83,7 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     for column, (variant, steps) in enumerate(own.items()):
         course = partial(shape, steps, end=end, binned=binned)
         _steps(axes[0, column], axes[1, column], course, binned)
-        _requests(axes[2, column], first_pass(result, variant, point))
+        draw_requests(axes[2, column], first_pass(result, variant, point))
         _blocks(axes[3, column], course, steps)
         axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
         axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
@@ -129,15 +124,6 @@ def shape(
     return Shape(edges, area / width, largest)
 
 
-def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end in seconds of what a request went through, up to the last moment that is known."""
-    moments = [request.arrival_s, request.first_scheduled_s, request.first_token_s, request.end_s]
-    for phase, start, end in zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False):
-        if start is None or end is None:
-            return
-        yield phase, start, end
-
-
 def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: bool) -> None:
     decode = course(lambda s: s.decode_tokens)
     both = course(lambda s: s.decode_tokens + s.prefill_tokens)
@@ -147,24 +133,6 @@ def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: b
         tokens.stairs(both.largest, both.edges, color=INK, linewidth=0.6, label="largest step of a bin")
     times = course(lambda s: 1e3 * s.duration_s)
     duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
-
-
-def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
-    """A line each, in the order of their arrival; of those that arrived together, of their turns."""
-    spans: dict[str, list[tuple[float, float, float, str]]] = {"queued": [], "prefill": [], "decode": []}
-    turn = lambda r: (r.arrival_s, math.inf if r.first_scheduled_s is None else r.first_scheduled_s)  # noqa: E731
-    for row, request in enumerate(sorted(requests, key=turn)):
-        cached = f" ({request.cached_tokens:,} cached)" if request.cached_tokens else ""
-        tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
-        for phase, start, end in phases(request):
-            spans[phase].append((row, start, end, f"{request.request}: {phase} {end - start:.3g} s; {tokens}"))
-    for (phase, found), colour in zip(spans.items(), (QUEUED, PREFILL, DECODE), strict=True):
-        if found:
-            rows, starts, ends, tips = zip(*found, strict=True)
-            width = max(0.6, min(5.0, 75 / len(requests)))
-            lines = ax.hlines(rows, starts, ends, color=colour, linewidth=width,
-                              label="waiting" if phase == "queued" else "")  # fmt: skip
-            frame.says(lines, tips)
 
 
 def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) -> None:
