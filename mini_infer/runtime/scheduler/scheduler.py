@@ -237,9 +237,7 @@ class Scheduler:
         if blocks:
             assert request.req_index is not None
             step.growths.append(Growth(request.req_index, first, blocks))
-        if request.constraint is None:
-            capacity = len(request.block_table) * self.kv.block_size
-            request.grow_after = min(capacity, request.max_total_tokens - 1)
+        request.look_ahead(self.kv.block_size)
         return True
 
     def _schedule_prompts(self, step: PlannedStep, newcomer: Newcomer | None) -> None:
