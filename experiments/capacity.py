@@ -166,7 +166,8 @@ class Capacity(Experiment):
                     settings = dict(best.settings)
             first_round = False
         if best is None:
-            raise ConfigError(f"no layout fits: {'; '.join(self._refused())}")
+            raise ConfigError(f"none of {len(self._plans)} layouts fits. The engine's own settings: "
+                              f"{self._plans[tuple(self._base.items())]}")  # fmt: skip
         return best
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
@@ -184,7 +185,11 @@ class Capacity(Experiment):
     def _fewest(self, settings: Mapping[str, Any]) -> Plan:
         most, low, high = self.spec.most_replicas, 0, 1
         found = self._simulated(settings, high)
-        while not found.keeps and high < most:
+        if not found.keeps and most > 1:
+            all_there_may_be = self._simulated(settings, most)
+            if not all_there_may_be.keeps:
+                return min(found, all_there_may_be, key=lambda plan: plan.order)
+        while not found.keeps:
             low, high = high, min(2 * high, most)
             found = self._simulated(settings, high)
         while found.keeps and high - low > 1:
@@ -226,13 +231,13 @@ class Capacity(Experiment):
                 f"The fewest: {best.words}, {best.point.name}. {best.values['slo_share']:.1%} of the requests keep "
                 f"{bounds}. Start it with: {self._command(best)}"
             )
-        near = ", ".join(
-            f"{name.removesuffix('_ms')} {best.values[name]:.0f} ms" for name in best.values if "p90" in name
-        )
+        quantile = "p90" if "ttft_p90_ms" in best.values else "p50"  # which fewer requests have
+        of_it = {name.partition("_")[0].upper(): best.values[name] for name in best.values if quantile in name}
+        near = ", ".join(f"{name} {value:.3g} ms" for name, value in of_it.items())
         return (
             f"Nothing keeps {bounds} for {spec.share:.0%} of the requests, with up to {spec.most_replicas} replicas. "
-            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its P90 are {near}. Allow as "
-            "much, ask it of fewer requests, or raise experiment.most_replicas"
+            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its {quantile.upper()} are "
+            f"{near}. Allow as much, ask it of fewer requests, or raise experiment.most_replicas"
         )
 
     def _bounds(self) -> str:
