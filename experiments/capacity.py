@@ -76,8 +76,12 @@ class CapacitySpec(ExperimentSpec):
 
 
 class Plan(NamedTuple):
-    """A layout with a number of replicas, and what came of the workload on it."""
+    """A layout with a number of replicas, and what came of the workload on it.
 
+    `point` is called by what differs from the engine's own settings, and by whether its steps are bounds.
+    """
+
+    point: Point
     settings: Mapping[str, Any]
     replicas: int
     gpus: int
@@ -92,8 +96,8 @@ class Plan(NamedTuple):
         return (False, self.gpus, quick) if self.keeps else (True, -self.values["slo_share"], self.gpus)
 
     @property
-    def point(self) -> Point:
-        return points.point({**self.settings, REPLICAS: self.replicas})
+    def words(self) -> str:
+        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"
 
 
 class Capacity(Experiment):
@@ -134,10 +138,13 @@ class Capacity(Experiment):
         ]
         sure = next((plan for plan in plans if plan.keeps and not plan.bound), None)
         beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if best.bound and sure else []
-        notes = [self._answer(best), *beside, *self._worth(best), _front_words(front), *self._refused(), *self._sources]
+        own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
+        notes = [self._answer(best), *beside, *self._worth(best), _front_words(front), own, *self._refused()]
+        notes = [note for note in (*notes, *self._sources) if note]
         print("\n".join(notes), file=sys.stderr)
-        return Findings(rows, notes=notes, points=[plan.point for plan in plans], procedure="nothing is measured: all "
-                        "of it is simulated")  # fmt: skip
+        # The best one last: it is what the page's first sentence is about.
+        return Findings(rows, notes=notes, points=[plan.point for plan in reversed(plans)], procedure="nothing is "
+                        "measured: all of it is simulated")  # fmt: skip
 
     # --- the search -----------------------------------------------------------------------------------------------
 
@@ -159,7 +166,8 @@ class Capacity(Experiment):
                     settings = dict(best.settings)
             first_round = False
         if best is None:
-            raise ConfigError(f"no layout fits: {'; '.join(self._refused())}")
+            raise ConfigError(f"none of {len(self._plans)} layouts fits. The engine's own settings: "
+                              f"{self._plans[tuple(self._base.items())]}")  # fmt: skip
         return best
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
@@ -177,7 +185,11 @@ class Capacity(Experiment):
     def _fewest(self, settings: Mapping[str, Any]) -> Plan:
         most, low, high = self.spec.most_replicas, 0, 1
         found = self._simulated(settings, high)
-        while not found.keeps and high < most:
+        if not found.keeps and most > 1:
+            all_there_may_be = self._simulated(settings, most)
+            if not all_there_may_be.keeps:
+                return min(found, all_there_may_be, key=lambda plan: plan.order)
+        while not found.keeps:
             low, high = high, min(2 * high, most)
             found = self._simulated(settings, high)
         while found.keeps and high - low > 1:
@@ -199,7 +211,10 @@ class Capacity(Experiment):
         values = dict(_values(served, self.spec.slo))
         gpus = replicas * engine.parallel.ranks
         keeps = values["slo_share"] >= self.spec.share
-        plan = Plan(settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
+        changed = {key: value for key, value in settings.items() if value != self._base[key]}
+        name = points.point({**changed, REPLICAS: replicas}).name + (" (bound)" if setup.found.bound else "")
+        point = Point(name, {**settings, REPLICAS: replicas})
+        plan = Plan(point, settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
         self._tried.append(plan)
         return plan
 
@@ -213,16 +228,16 @@ class Capacity(Experiment):
         spec, bounds = self.spec, self._bounds()
         if best.keeps:
             return (
-                f"The fewest: {best.gpus} GPUs, {best.point.name}. {best.values['slo_share']:.1%} of the requests keep "
+                f"The fewest: {best.words}, {best.point.name}. {best.values['slo_share']:.1%} of the requests keep "
                 f"{bounds}. Start it with: {self._command(best)}"
             )
-        near = ", ".join(
-            f"{name.removesuffix('_ms')} {best.values[name]:.0f} ms" for name in best.values if "p90" in name
-        )
+        quantile = "p90" if "ttft_p90_ms" in best.values else "p50"  # which fewer requests have
+        of_it = {name.partition("_")[0].upper(): best.values[name] for name in best.values if quantile in name}
+        near = ", ".join(f"{name} {value:.3g} ms" for name, value in of_it.items())
         return (
             f"Nothing keeps {bounds} for {spec.share:.0%} of the requests, with up to {spec.most_replicas} replicas. "
-            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its P90 are {near}. Allow as "
-            "much, ask it of fewer requests, or raise experiment.most_replicas"
+            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its {quantile.upper()} are "
+            f"{near}. Allow as much, ask it of fewer requests, or raise experiment.most_replicas"
         )
 
     def _bounds(self) -> str:
@@ -239,10 +254,10 @@ class Capacity(Experiment):
                     plan.settings[k] == best.settings[k] for k in best.settings if k != key
                 )
                 if alike and isinstance(plan, Plan) and plan.settings[key] != best.settings[key]:
-                    word = f"{plan.gpus} GPUs" if plan.keeps else f"only {plan.values['slo_share']:.0%} kept"
+                    word = plan.words if plan.keeps else f"only {plan.values['slo_share']:.0%} kept"
                     others.append(f"{plan.settings[key]}: {word}, TTFT {plan.values['ttft_p50_ms']:.0f} ms")
             if others:
-                mine = f"{best.settings[key]}: {best.gpus} GPUs, TTFT {best.values['ttft_p50_ms']:.0f} ms"
+                mine = f"{best.settings[key]}: {best.words}, TTFT {best.values['ttft_p50_ms']:.0f} ms"
                 yield f"{key.removeprefix('engine.')}, all else as in the winner: {mine} (chosen); {'; '.join(others)}."
 
     def _refused(self) -> Iterator[str]:
@@ -290,7 +305,7 @@ def _front(plans: Sequence[Plan]) -> list[Plan]:
 
 def _front_words(front: Sequence[Plan]) -> str:
     told = [
-        f"{plan.gpus} GPUs: TTFT {plan.values['ttft_p50_ms']:.0f} ms, {plan.values['slo_share']:.0%} kept "
+        f"{plan.words}: TTFT {plan.values['ttft_p50_ms']:.0f} ms, {plan.values['slo_share']:.0%} kept "
         f"({plan.point.name})"
         for plan in front
     ]

@@ -168,6 +168,13 @@ class Request:
             return self.num_tokens - 1
         return len(self.prompt_logprobs) - 1
 
+    def look_ahead(self, block_size: int) -> None:
+        """Works out `grow_after` and `quiet_until`. A grammar reads every token."""
+        if self.constraint is None:
+            fills_block = (self.num_committed_blocks + 1) * block_size + 1
+            self.grow_after = min(len(self.block_table) * block_size, self.max_total_tokens - 1)
+            self.quiet_until = min(fills_block, self.max_total_tokens)
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, tokens={self.prompt_len}+{self.num_output_tokens}, "

@@ -42,5 +42,5 @@ def take_steps(scheduler: Scheduler, running: Sequence[Request], times: Sequence
         request.token_times += times
         request.num_tokens += count
         request.num_computed_tokens += count
-        request.grow_after = request.quiet_until = 0
         kv.commit(request, request.num_tokens - 1)
+        request.look_ahead(kv.block_size)

@@ -29,7 +29,7 @@ class Cluster:
         self.clock = VirtualClock()
         self._replicas, self._routers = list(replicas), routers
         self._up = list(range(len(replicas)))
-        # A heap of (when a replica acts next, its number, stamp): of one that was changed meanwhile the stamp is another,
+        # A heap of (when a replica acts next, its number, stamp): once something came between, its stamp is another,
         # and the entry counts nothing.
         self._acts: list[tuple[float, int, int]] = []
         self._stamps = [0] * len(replicas)

@@ -101,7 +101,7 @@ class SimulatedExecutor(Executor):
         return list(accumulate(laps, initial=max(now + host, self._free_at[0])))
 
     def skip(self, ends: Sequence[float], count: int) -> None:
-        """So many of the steps of `ends_ahead` are done. The one that was launched last stands for the one after them."""
+        """So many of the steps of `ends_ahead` are done. What was launched last stands for the one after them."""
         self.clock.now = ends[count - 1]
         if self.overlap:
             assert self._last is not None

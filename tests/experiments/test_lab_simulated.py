@@ -186,12 +186,13 @@ def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
 
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     found = plan(compose_config)
-    best = found.points[0]
+    best = found.points[-1]
     (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
     assert share >= 0.9
     count = best.values["engine.parallel.replicas"]
     assert count > 1
-    assert re.match(rf"The fewest: {count} GPUs, max_num_seqs=8", found.notes[0])
+    assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. ", found.notes[0])
+    assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].partition("Start it with: ")[2])
     assert command[:4] == ["mini-infer-serve", "--model", "dry", "--parallel.replicas"]
     started = parse(command[1:], {}).engine
@@ -201,7 +202,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert any(note.startswith("Cost against latency, where nothing is better in both") for note in found.notes)
     fewer = plan(compose_config, most_replicas=count - 1).notes[0]
     assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
-    assert "The nearest is max_num_seqs=8" in fewer
+    assert f"The nearest is replicas={count - 1}: " in fewer
 
 
 def test_drafts_are_planned_too(compose_config) -> None:

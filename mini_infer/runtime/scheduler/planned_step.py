@@ -230,6 +230,4 @@ def _commit(request: Request, num_computed: int, step: PlannedStep, kv: KVManage
     if request in step.preempted_since:
         return
     kv.commit(request, num_computed)
-    if request.constraint is None and request.num_tokens < request.max_total_tokens:  # a grammar reads every token
-        fills_block = (request.num_committed_blocks + 1) * kv.block_size + 1
-        request.quiet_until = min(fills_block, request.max_total_tokens)
+    request.look_ahead(kv.block_size)

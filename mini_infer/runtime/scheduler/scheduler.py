@@ -131,7 +131,7 @@ class Scheduler:
         planned = list(self.planned.values())
         split = max(0, len(planned) - self._stages + 1)
         before, beside = planned[:split], planned[split:]  # beside: in other stages, they end after this one begins
-        following = any([in_flight.num_drafts for in_flight in before])
+        following = any(in_flight.num_drafts for in_flight in before)
         if before and (self.speculator.waits or (following and not self._can_follow())):
             return step.plan()
         if (saved := self.kv.tiers.save()) is not None:
@@ -237,9 +237,7 @@ class Scheduler:
         if blocks:
             assert request.req_index is not None
             step.growths.append(Growth(request.req_index, first, blocks))
-        if request.constraint is None:
-            capacity = len(request.block_table) * self.kv.block_size
-            request.grow_after = min(capacity, request.max_total_tokens - 1)
+        request.look_ahead(self.kv.block_size)
         return True
 
     def _schedule_prompts(self, step: PlannedStep, newcomer: Newcomer | None) -> None:
