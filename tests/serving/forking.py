@@ -176,6 +176,10 @@ class Forks:
         child.stdout = open(ours)  # noqa: SIM115
         return child
 
+    def imports(self, module: str) -> None:
+        """For those that are started from now on."""
+        self._ask(module)
+
     def _ask(self, question: Any, descriptors: Sequence[int] = ()) -> Any:
         with self._one_at_a_time:
             socket.send_fds(self._socket, [pickle.dumps(question)], descriptors)
@@ -202,9 +206,12 @@ def main() -> None:
         if not data:
             return
         question = pickle.loads(data)
-        if descriptors:
+        if isinstance(question, str):
+            answer: Any = importlib.import_module(question).__name__
+            gc.freeze()
+        elif descriptors:
             arguments, environment, places = question
-            answer: Any = fork(arguments, environment, dict(zip(places, descriptors, strict=True))).pid
+            answer = fork(arguments, environment, dict(zip(places, descriptors, strict=True))).pid
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
