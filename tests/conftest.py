@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
 
 if coverage := getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None):
-    # Before the package is imported, as `slipcover --immediate`, of which worker processes are not told: a line that has
-    # run costs nothing more. By default all functions are gone through, again and again, to replace those that have run.
+    # As `slipcover --immediate`, of which worker processes are not told: a line that has run costs nothing more. By
+    # default all functions are gone through, again and again, to replace those that have run.
     coverage.immediate = True
 
 from mini_infer.attention.context import AttentionBatch
