@@ -144,7 +144,7 @@ def test_pieces_between_attention_can_be_captured(checkpoints: Checkpoints, name
     pieces = PiecewiseGraphs(part._model, part.store, [64, 128], RecordingGraph)
     with torch.inference_mode():
         pieces._pieces = {size: pieces.capture_size(size) for size in (128, 64)}
-    part._pieces = pieces
+    part._pieces = {False: pieces}  # of steps without adapters
     assert len(pieces._pieces[64].before) == 2, "a cut at each layer's attention"
     assert greedy(engine, prompts(), NEW_TOKENS) == expected
     engine.close()

@@ -106,8 +106,7 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
-        modes = ("r", -1), ("w", -1), ("w", 1)  # stderr is written line by line
-        files = [open(place, *mode, closefd=False) for place, mode in enumerate(modes)]  # noqa: SIM115
+        files = [open(place, mode, closefd=False) for place, mode in enumerate("rww")]  # noqa: SIM115
         sys.stdin, sys.stdout, sys.stderr = files
         code = run(arguments)
     finally:
