@@ -70,7 +70,7 @@ def test_a_weight_is_made_floating_again(form, device):
 
 
 @pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS], ids=str)
-@pytest.mark.parametrize("shape", [(3, 128), (2, 200), (1, 3584), (2, 9000), (300, 4224)])
+@pytest.mark.parametrize("shape", [(3, 128), (2, 200), (1, 3584), (2, 9000), (66, 4224)])
 def test_tokens_are_quantized_to_the_bit(form, shape, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     x[0] *= 1000

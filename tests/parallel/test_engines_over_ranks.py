@@ -14,6 +14,7 @@ from experiments.lab.judge.probe import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.parallel import context
 from mini_infer.parallel.all_reduce import Collectives
+from mini_infer.speculative.policy.costs import StepCosts
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -100,6 +101,9 @@ def of_one_process(greedy: bool, *formats: str) -> list[list[list[int]]]:
 def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str, layout: str) -> None:
     settings, parallel = TABLE[name], LAYOUTS[layout]
     engine = make_engine(**settings, parallel=parallel)
+    if settings.get("speculation", {}).get("adaptive"):  # whatever this machine says of costs
+        policy: Any = engine.scheduler.speculator.policy
+        policy.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 1.2}, {1: 0.01, 4: 0.02})
     greedy = settings.get("speculation", {}).get("method") == "draft"  # what a draft draws decides what is drawn
     formats = settings.get("cache", {}).get("dtype", "auto"), settings.get("model", {}).get("quantization", "none")
     expected = of_one_process(greedy, *formats)

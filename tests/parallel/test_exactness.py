@@ -107,9 +107,9 @@ NO_SHARED_EXPERTS = {
 }
 PROMPTS = [[5, 9, 2, 77, 31], [8] * 9, [5, 9, 2, 77, 31, 4]]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5),
-    SamplingParams(temperature=0.9, seed=3, max_tokens=3, ignore_eos=True, logprobs=5),
-    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=2),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=2, ignore_eos=True, logprobs=5),
+    SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=5, prompt_logprobs=2),
 ]
 
 

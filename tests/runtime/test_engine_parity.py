@@ -13,7 +13,7 @@ from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
 from experiments.lab.judge.probe import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 
-VOCAB, NEW_TOKENS = 200, 24
+VOCAB, NEW_TOKENS = 200, 16
 PROMPTS = made_up_prompts(VOCAB)
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # DeepSeek-V3: test_mla_eng
     "deepseek-v2": ("DeepseekV2", LATENTS),
     "deepseek-v2, groups": ("DeepseekV2", LATENTS | GROUPS),
 }
-# Eight requests of up to 74 tokens on 16 blocks of 8: chunks, hits, evictions and preemptions all happen.
+# Eight requests of up to 66 tokens on 16 blocks of 8: chunks, hits, evictions and preemptions all happen.
 SHORT: dict[str, Any] = {"num_blocks": 16, "block_size": 8, "watermark": 0.0}
 BUSY: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 23}
 MACHINES: dict[str, dict[str, Any]] = {

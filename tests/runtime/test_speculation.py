@@ -19,16 +19,16 @@ from mini_infer.runtime.worker.worker import Worker
 from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts
 
-TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 128}
+TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 96}
 DRAFT = {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}
 MACHINES: dict[str, dict[str, dict[str, Any]]] = {
     "overlap": {"scheduler": {"overlap": "always"}},
     "short of memory, recompute": {
-        "cache": {"num_blocks": 16, "block_size": 8, "watermark": 0.0},
+        "cache": {"num_blocks": 12, "block_size": 8, "watermark": 0.0},
         "scheduler": {"max_num_seqs": 6, "max_num_batched_tokens": 23, "overlap": "always"},
     },
     "short of memory, swap": {
-        "cache": {"num_blocks": 16, "block_size": 8, "watermark": 0.0},
+        "cache": {"num_blocks": 12, "block_size": 8, "watermark": 0.0},
         "scheduler": {"max_num_seqs": 6, "max_num_batched_tokens": 29, "preemption": "swap"},
     },
     "static and contiguous": {
@@ -45,7 +45,7 @@ PROMPTS = [
     "def f(a, b):\n    if a is None:\n        raise ValueError\n    if b is None:\n",
     "while True:\n",
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 def make_engine(speculation: dict[str, Any] | None = None, **sections: Any) -> LLMEngine:
@@ -91,17 +91,15 @@ def test_a_draft_model_changes_no_greedy_token(expected: list, machine: str) -> 
         ("fp8", "auto", "short of memory, swap"),
         ("fp8_block", "auto", "short of memory, recompute"),
         ("w4a16", "fp8", "short of memory, swap"),
-        ("none", "fp8", "short of memory, recompute"),
     ],
 )
 def test_a_quantized_model_gives_the_tokens_that_it_gives_plainly(quantization: str, kv: str, machine: str) -> None:
     """With a quantized draft, chunks, hits, preemption and overlap.
 
     fp8 activations have steps of up to 6 %. Where the last bit of float32, which depends on a row's company, decides to
-    which side one is rounded, a later token may be another: so a few tokens are compared. Others have as many as memory
-    takes to get short.
+    which side one is rounded, a later token may be another: so a few tokens are compared.
     """
-    greedy = dataclasses.replace(GREEDY, max_tokens={"fp8": 10, "w4a16": 24}.get(quantization, 14))
+    greedy = dataclasses.replace(GREEDY, max_tokens=10)
     model = TINY | {"quantization": quantization, "quantization_group": 64}
     sections: dict[str, Any] = MACHINES[machine] | {"cache": MACHINES[machine]["cache"] | {"dtype": kv}}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"dtype": kv}}))
@@ -149,11 +147,10 @@ def test_lookup_changes_no_token_even_at_a_temperature(without: LLMEngine, metho
     assert any(sum(r.accepted) for r in engine.records)
 
 
-@pytest.mark.parametrize("machine", ["plain", "overlap"])
-def test_a_seed_reproduces_in_any_company(without: LLMEngine, machine: str) -> None:
+def test_a_seed_reproduces_in_any_company(without: LLMEngine) -> None:
     """And without speculation: what decides a token does not depend on whether it had a draft."""
     params = [SamplingParams(temperature=0.6, seed=i, max_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))]
-    engine = make_engine({**DRAFT, "num_tokens": 3}, **MACHINES.get(machine, {}))
+    engine = make_engine({**DRAFT, "num_tokens": 3}, **MACHINES["overlap"])
     first = tokens(engine, params)
     assert sum(sum(r.accepted) for r in engine.records) > 0.3 * sum(sum(r.drafted) for r in engine.records)
     alone = [[c.token_ids for c in engine.generate(p, own)[0].outputs] for p, own in zip(PROMPTS, params, strict=True)]

@@ -59,8 +59,10 @@ def alone() -> Iterator[list[list[int]]]:
     engine.close()
 
 
-@pytest.mark.parametrize("files", [False, True], ids=["host memory", "files"])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(
+    ("mechanism", "files"),
+    [*((name, True) for name in MECHANISMS), ("overlap", False), ("swap", False), ("a draft model", False)],
+)
 def test_conversations_come_back(alone: list[list[int]], mechanism: str, files: bool, tmp_path: Path) -> None:
     changes = MECHANISMS[mechanism]
     tier: dict[str, Any] = {"host_prefix_gib": 2**-4}

@@ -106,8 +106,7 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
-        modes = ("r", -1), ("w", -1), ("w", 1)  # stderr is written line by line
-        files = [open(place, *mode, closefd=False) for place, mode in enumerate(modes)]  # noqa: SIM115
+        files = [open(place, mode, closefd=False) for place, mode in enumerate("rww")]  # noqa: SIM115
         sys.stdin, sys.stdout, sys.stderr = files
         code = run(arguments)
     finally:
@@ -176,6 +175,10 @@ class Forks:
         child.stdout = open(ours)  # noqa: SIM115
         return child
 
+    def imports(self, module: str) -> None:
+        """For those that are started from now on."""
+        self._ask(module)
+
     def _ask(self, question: Any, descriptors: Sequence[int] = ()) -> Any:
         with self._one_at_a_time:
             socket.send_fds(self._socket, [pickle.dumps(question)], descriptors)
@@ -202,9 +205,12 @@ def main() -> None:
         if not data:
             return
         question = pickle.loads(data)
-        if descriptors:
+        if isinstance(question, str):
+            answer: Any = importlib.import_module(question).__name__
+            gc.freeze()
+        elif descriptors:
             arguments, environment, places = question
-            answer: Any = fork(arguments, environment, dict(zip(places, descriptors, strict=True))).pid
+            answer = fork(arguments, environment, dict(zip(places, descriptors, strict=True))).pid
             for descriptor in descriptors:
                 os.close(descriptor)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from forking import forks
 from http_server import Server, http_client, refusal, running, wait_for
 
 from mini_infer import LLMEngine, SamplingParams
@@ -38,6 +39,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Prompts are computed chunk by chunk."""
+    forks().imports("transformers.models.auto.modeling_auto")  # seconds, for each of the engines
     chunks = ("--scheduler.max_num_seqs", "8", "--scheduler.max_num_batched_tokens", "64", "--model.threads", "1")
     flags = ("--model", "tiny-target", "--model.device", "cpu", "--parallel.hand_over", "always", *ROLES, *chunks)
     server = Server(("--port", "0", "--shutdown-timeout", "5", *flags))
