@@ -201,9 +201,9 @@ class ServerSettings:
             raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
         if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
-        self._require_different_names()
+        self._require_models_beside_each_other()
 
-    def _require_different_names(self) -> None:
+    def _require_models_beside_each_other(self) -> None:
         taken: dict[str, int] = {}
         for number, model in enumerate(self.models):
             for name in model.names:

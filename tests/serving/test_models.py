@@ -173,6 +173,7 @@ def test_an_api_process_begins_while_a_model_does_not_answer(server: Server) -> 
 # --- real ones ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_shipped_models_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text("""
@@ -186,7 +187,9 @@ models:
             name: ask(server, name, prompt="def main():\n", max_tokens=12, temperature=0).json()["choices"][0]["text"]
             for name in ("big", "small")
         }
-        chat = server.post("/v1/chat/completions", model="small", messages=[{"role": "user", "content": "hi"}])
+        chat = server.post(
+            "/v1/chat/completions", model="small", max_tokens=4, messages=[{"role": "user", "content": "hi"}]
+        )
         assert chat.status_code == 200
         big, small = (about(server, name)["startup"] for name in ("big", "small"))
     assert "" not in answers.values()

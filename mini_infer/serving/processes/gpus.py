@@ -29,35 +29,31 @@ def placed(
     Raises:
         ConfigError: there are too few GPUs, or models that share one want more than all of its memory.
     """
-    on_gpus = [model for model in models if not needs_no_gpu(model.engine)]
+    on_gpus = {model.model_name: model for model in models if not needs_no_gpu(model.engine)}
+    found: list[tuple[EngineConfig, Mapping[str, str]]] = [(model.engine, environment) for model in models]
     if not any(model.gpus for model in models) and (len(models) == 1 or not on_gpus):
-        return [(model.engine, environment) for model in models]
+        return found
     visible = _visible(environment, count(environment))
-    if not visible and all(model.engine.model.device is Device.auto for model in on_gpus):
-        return [(model.engine, environment) for model in models]
-    named = [_named(model, visible) for model in on_gpus]
-    free = [gpu for gpu in visible if not any(gpu in gpus for gpus in named)]
-    for model, gpus in zip(on_gpus, named, strict=True):
-        if not gpus:
-            needed = sum(own.ranks for own in model.engine.parallel.of_engines)
+    if not visible and all(model.engine.model.device is Device.auto for model in on_gpus.values()):
+        return found
+    own = {name: _named(model, visible) for name, model in on_gpus.items()}
+    free = [gpu for gpu in visible if not any(gpu in gpus for gpus in own.values())]
+    for name, model in on_gpus.items():
+        if not own[name]:
+            needed = sum(each.ranks for each in model.engine.parallel.of_engines)
             if len(free) < needed:
                 raise ConfigError(
-                    f"model {model.model_name!r} needs {needed} GPUs of its own, and of the {len(visible)} that are "
-                    f"visible here {len(free)} are left: say in `gpus` which each model uses, such as gpus: 0, and "
-                    "the parts of one that several use in their cache.gpu_memory_utilization"
+                    f"model {name!r} needs {needed} GPUs of its own, and of the {len(visible)} that are visible here "
+                    f"{len(free)} are left: say in `gpus` which each model uses, such as gpus: 0, and the parts of one "
+                    "that several use in their cache.gpu_memory_utilization"
                 )
-            gpus += free[:needed]
-            del free[:needed]
-    shared = _shared(on_gpus, named)
-    result: list[tuple[EngineConfig, Mapping[str, str]]] = []
-    for model in models:
-        if model not in on_gpus:
-            result.append((model.engine, environment))
-            continue
-        gpus = named[on_gpus.index(model)]
-        engine = replace(model.engine, cache={"gpu_shared": True}) if shared & {*gpus} else model.engine
-        result.append((engine, {**environment, VISIBLE: ",".join(gpus)}))
-    return result
+            own[name], free = free[:needed], free[needed:]
+    shared = _shared(on_gpus, own)
+    for index, model in enumerate(models):
+        if gpus := own.get(model.model_name):
+            engine = replace(model.engine, cache={"gpu_shared": True}) if shared & {*gpus} else model.engine
+            found[index] = (engine, {**environment, VISIBLE: ",".join(gpus)})
+    return found
 
 
 def _named(model: ModelSettings, visible: Sequence[str]) -> list[str]:
@@ -71,25 +67,23 @@ def _named(model: ModelSettings, visible: Sequence[str]) -> list[str]:
     return [visible[number] for number in numbers]
 
 
-def _shared(models: Sequence[ModelSettings], named: Sequence[Sequence[str]]) -> set[str]:
+def _shared(models: Mapping[str, ModelSettings], own: Mapping[str, Sequence[str]]) -> set[str]:
     """The GPUs that several models use. Raises ConfigError where they want more than all of one's memory."""
-    found = set()
-    for gpu in sorted({gpu for gpus in named for gpu in gpus}):
-        there = [model for model, gpus in zip(models, named, strict=True) if gpu in gpus]
-        shares = {
-            model.model_name: model.engine.cache.gpu_memory_utilization
-            for model in there
-            if model.engine.cache.memory_gib is None
-        }
-        if len(there) > 1:
-            found.add(gpu)
-            if sum(shares.values()) > 1:
-                wanted = ", ".join(f"{name!r} {share:g}" for name, share in shares.items())
-                raise ConfigError(
-                    f"models that share GPU {gpu} want more than all of its memory ({wanted}): lower each one's "
-                    "cache.gpu_memory_utilization until they are 1 together, or say its GiB for KV in cache.memory_gib"
-                )
-    return found
+    users: dict[str, list[str]] = {}
+    for name, gpus in own.items():
+        for gpu in gpus:
+            users.setdefault(gpu, []).append(name)
+    shared = {gpu: names for gpu, names in users.items() if len(names) > 1}
+    for gpu, names in shared.items():
+        caches = {name: models[name].engine.cache for name in names}
+        shares = {name: each.gpu_memory_utilization for name, each in caches.items() if each.memory_gib is None}
+        if sum(shares.values()) > 1 + 1e-9:
+            wanted = ", ".join(f"{name!r} {share:g}" for name, share in shares.items())
+            raise ConfigError(
+                f"models that share GPU {gpu} want more than all of its memory ({wanted}): lower each one's "
+                "cache.gpu_memory_utilization until they are 1 together, or say its GiB for KV in cache.memory_gib"
+            )
+    return {*shared}
 
 
 def _visible(environment: Mapping[str, str], number: int) -> list[str]:
