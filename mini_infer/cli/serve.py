@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import difflib
+import json
 import os
 import socket
 import sys
@@ -23,6 +24,7 @@ from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_en
 NAME = "mini-infer-serve"
 USAGE = f"{NAME} [MODEL] [--dry-run] [--port PORT] [--config FILE] [--SETTING VALUE ...]"
 CONFIG = "--config"
+LORA = "--lora"
 DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
 
@@ -94,13 +96,28 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerS
 
 def _texts(argv: Sequence[str]) -> dict[str, str]:
     """What flags say, by the settings' keys."""
-    known = [CONFIG, *(flag for row in table() for flag in row.flags)]
+    known = [CONFIG, LORA, *(flag for row in table() for flag in row.flags)]
     given, unknown = _parser().parse_known_args(translated(argv, known))
     if unknown:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint} `mini-infer-serve --help` lists all settings")
-    return vars(given)
+    return _with_adapters(vars(given))
+
+
+def _with_adapters(given: dict[str, Any]) -> dict[str, str]:
+    """With --lora as settings of the engine: all of them can be in one batch, unless it is said how many."""
+    found = {}
+    for text in given.pop("lora", ()):
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"{LORA} takes NAME=PATH, the name of an adapter and its PEFT folder; got {text!r}")
+        found[name] = path
+    if not found:
+        return given
+    if "lora.adapters" in given:
+        raise ConfigError(f"{LORA} and --lora.adapters say the same: give one of them")
+    return {"lora.max_adapters": str(len(found)), **given, "lora.adapters": json.dumps(found)}
 
 
 def remarks(settings: ServerSettings) -> tuple[str, ...]:
@@ -122,11 +139,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(NAME, DESCRIPTION, usage=USAGE, epilog=EPILOG)
     text = "YAML file of settings, under the names of their flags; models: has several (docs/models.md)"
     parser.add_argument(CONFIG, default=argparse.SUPPRESS, metavar="FILE", help=text)
+    text = "adapter of the model, which requests ask for by that name; any number of times (docs/lora.md)"
+    options: dict[str, Any] = {"action": "append", "default": argparse.SUPPRESS, "help": text}
+    parser.add_argument(LORA, dest="lora", metavar="NAME=PATH", **options)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for row in table():
         if row.section not in groups:
             groups[row.section] = parser.add_argument_group(row.section)
-        options: dict[str, Any] = {"nargs": "?", "const": "true"} if row.is_switch else {}
+        options = {"nargs": "?", "const": "true"} if row.is_switch else {}
         groups[row.section].add_argument(
             *row.flags,
             dest=row.key,

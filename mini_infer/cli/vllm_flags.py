@@ -53,6 +53,10 @@ NAMES = {
     "async-scheduling": Ours("--scheduler.overlap", {"": "always"}),
     "no-async-scheduling": Ours("--scheduler.overlap", {"": "never"}),
     "enforce-eager": Ours("--graphs.capture", {"": "never"}),
+    "enable-lora": Ours(""),
+    "lora-modules": Ours("--lora"),
+    "max-loras": Ours("--lora.max_adapters"),
+    "max-lora-rank": Ours("--lora.max_rank"),
     "api-server-count": Ours("--api-processes"),
     "uvicorn-log-level": Ours("--log-level"),
     "tool-call-parser": Ours("--tool-format", {"llama3_json": "llama3", "llama": "llama3"}),
@@ -69,8 +73,6 @@ INSTEAD = {
     "speculative-config": "use --speculation.method and what stands beside it in --help",
     "generation-config": "send what it holds with each request",
     "guided-decoding-backend": "llguidance is the one there is: leave it out",
-    "enable-lora": "one server serves one model, without adapters: merge the adapter into it",
-    "lora-modules": "one server serves one model, without adapters: merge the adapter into it",
     "limit-mm-per-prompt": "text alone is understood: leave it out",
     "cpu-offload-gb": "weights stay on the device: use --model.quantization",
     "hf-overrides": "write them into the folder's config.json",
@@ -115,6 +117,8 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
         if not equals and words and not words[0].startswith("-"):
             value = words.pop(0)
         result += _ours(flag, value, NAMES[name], known)
+        while name == "lora-modules" and words and not words[0].startswith("-"):
+            result += _ours(flag, words.pop(0), NAMES[name], known)
     return result
 
 

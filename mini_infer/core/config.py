@@ -335,8 +335,8 @@ class LoraConfig:
         at_least(self, 0, "max_adapters", "dummy")
         at_least(self, 1, "max_rank")
         for name, path in self.adapters.items():
-            if not (isinstance(name, str) and name and isinstance(path, str) and path):
-                raise ConfigError(f"lora.adapters must be names and folders, got {name!r}: {path!r}")
+            if not (isinstance(name, str) and len(name.split()) == 1 and isinstance(path, str) and path):
+                raise ConfigError(f"lora.adapters must be names, without spaces, and folders, got {name!r}: {path!r}")
         if (self.adapters or self.dummy) and not self.max_adapters:
             raise ConfigError(
                 f"lora.adapters and lora.dummy make {len(self.adapters) + self.dummy}, and lora.max_adapters=0 takes "

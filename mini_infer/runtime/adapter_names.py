@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 
+from mini_infer.core.config import LoraConfig
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Request
-from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.executor.base import Executor
 
 
@@ -15,10 +15,14 @@ class AdapterNames:
     """
     Args:
         unfinished: requests that the engine has at the moment.
+
+    Attributes:
+        paths: name -> folder.
     """
 
-    def __init__(self, executor: Executor, max_rank: int, unfinished: Callable[[], Iterable[Request]]) -> None:
-        self._executor, self._max_rank, self._unfinished = executor, max_rank, unfinished
+    def __init__(self, executor: Executor, config: LoraConfig, unfinished: Callable[[], Iterable[Request]]) -> None:
+        self.paths = {name: config.adapters.get(name, "") for name in executor.adapters}
+        self._executor, self._unfinished = executor, unfinished
         self._keys = dict(executor.adapters)
         self._loaded = set(self._keys.values())
 
@@ -36,15 +40,15 @@ class AdapterNames:
     def load(self, name: str, path: str) -> None:
         """Adds an adapter, or puts another in its place: requests that run keep the one they have. Raises ModelError or
         ConfigError where it cannot be served; nothing has changed then."""
-        self._executor.load_adapter(path)
-        self._keys[name] = key = PeftFolder.read(path, self._max_rank).key
+        self._keys[name] = key = self._executor.load_adapter(path)
+        self.paths[name] = path
         self._loaded.add(key)
         self._forget_unused()
 
     def unload(self, name: str) -> None:
         """Requests that run finish with it. Raises RequestError where there is no adapter of that name."""
         self.key(name)
-        del self._keys[name]
+        del self._keys[name], self.paths[name]
         self._forget_unused()
 
     def _forget_unused(self) -> None:

@@ -96,7 +96,7 @@ class LLMEngine:
         self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept, self.receiver)
         self.records = self.core.records  # the latest StepRecords, oldest first
         self.observers = self.core.observers  # each is called with every StepRecord
-        self.adapters = AdapterNames(executor, self.config.lora.max_rank, self._outputs.unfinished)
+        self.adapters = AdapterNames(executor, self.config.lora, self._outputs.unfinished)
         self._num_requests = 0
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 

@@ -15,6 +15,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import require_length
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.model_files import local_folder, read_json, require_on_hub, safetensors_files
+from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.text.tokenizer import VOCABULARY_FILES
 
 ON_GPUS = ("cuda", "always", "flash_attn")  # values of settings
@@ -31,6 +32,8 @@ def check(config: EngineConfig) -> tuple[str, ...]:
     if config.parallel.connector is Connector.nixl and importlib.util.find_spec("nixl") is None:
         raise ConfigError(NO_NIXL)
     said = check_model(config.model)
+    for path in config.lora.adapters.values():
+        PeftFolder.read(path, config.lora.max_rank)
     if config.speculation.has_draft_model:
         check_model(config.speculation.draft.model(config.model))
     return said

@@ -29,6 +29,8 @@ COUNTED = {  # by API processes: the family's name, what it tells, its labels
     "key_requests": ("key_requests", "Requests taken, by the name of their key.", ("key",)),
     "key_refusals": ("key_refusals", "Requests beyond the limits of their key.", ("key",)),
     "key_prompt_tokens": ("key_prompt_tokens", "Prompt tokens sent with a key.", ("key",)),
+    "adapter_requests": ("adapter_requests", "Requests that ended, by the adapter that they had.", ("adapter",)),
+    "adapter_generation_tokens": ("adapter_generation_tokens", "Tokens generated with an adapter.", ("adapter",)),
     "key_generation_tokens": ("key_generation_tokens", "Tokens generated for a key.", ("key",)),
 }
 

@@ -156,6 +156,7 @@ class ServerSettings:
     root_path: str | None = None  # under which a proxy in front shows the server, such as /llm
     allowed_origins: str | None = None  # web pages that browsers let ask: origins divided by commas, or *
     api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
+    lora_loading: bool = False  # /v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters there are
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     api_keys: str | None = None  # YAML file of several, each with limits of its own (docs/serving.md); may change
     isolate_keys: bool = False  # cached prefixes are found by the key that sent them alone

@@ -110,6 +110,7 @@ class Stats(msgspec.Struct, array_like=True, tag=True, gc=False):
     ended: dict[str, int] = {}  # completions, by finish reason
     counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS MODEL"
     histograms: dict[str, Histogram] = {}
+    adapters: dict[str, str] = {}  # name -> folder of those that requests can ask for
     kv_used_blocks: int = 0
     kv_total_blocks: int = 0
     draining: bool = False  # it refuses requests, and will end

@@ -72,7 +72,7 @@ models:
         ("models:\n  a: {model: x}\n  a: {model: y}", "line 3: 'a' stands there twice"),
         ("models: {a: {model: x}, b: {model: y, aliases: a}}", "two models have the name 'a'"),
         ("models: {a: {model: x}}\nmodel: y", "model.path is a model's own"),
-        ("models: {a: {model: x, enable-lora: true}}", "--enable-lora is vLLM's"),
+        ("models: {a: {model: x, trust-remote-code: true}}", "--trust-remote-code is vLLM's"),
         ("models: [a, b]", "models must hold names"),
         ("models: {a: }", "model 'a' must hold names"),
         ("config: other.yaml", "a file cannot name another one"),

@@ -111,7 +111,8 @@ def drafts_on_made_up_prompts(cell: Cell) -> bool:
 
 def tokens_must_agree(cell: Cell) -> bool:
     """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
-    draws random weights of its own, has adapters or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is for that."""
+    draws random weights of its own, has adapters or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is
+    for that."""
     model = cell.engine.model
     if cell.kind is Kind.simulated:
         return False

@@ -59,9 +59,9 @@ class Executor:
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""
 
-    def load_adapter(self, path: str) -> None:
-        """Reads a PEFT folder, from which on requests may have it by its key. Raises ModelError where it cannot be
-        served, and ConfigError where there are no adapters."""
+    def load_adapter(self, path: str) -> str:
+        """Reads a PEFT folder, from which on requests may have it by the key that is returned. Raises ModelError where
+        it cannot be served, and ConfigError where there are no adapters."""
         raise ConfigError("lora.max_adapters=0: this engine has no adapters. Start it with 1 or more")
 
     def forget_adapter(self, key: str) -> None:

@@ -51,12 +51,9 @@ class LocalExecutor(Executor):
         self.overlap, self.stages, self.startup = worker.overlap, parallel.stages, worker.report()
         self.step_costs = cache(worker.measure_step_costs)
 
-    def load_adapter(self, path: str) -> None:
-        if self._worker.adapters is None:
-            super().load_adapter(path)
-        else:
-            self._worker.adapters.load(path)  # what is wrong with it is found before others are told
-            self.runner.load_adapter(path)
+    def load_adapter(self, path: str) -> str:
+        adapters = self._worker.adapters
+        return super().load_adapter(path) if adapters is None else adapters.load(path)
 
     def reserve_memory(self) -> None:
         self._worker.reserve_memory()

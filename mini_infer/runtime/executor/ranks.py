@@ -70,6 +70,11 @@ class RanksExecutor(LocalExecutor):
         self.runner = self._worker.runner = runner
         ranks.release = self._worker.release_graphs
 
+    def load_adapter(self, path: str) -> str:
+        key = super().load_adapter(path)  # what is wrong with it is found before others are told
+        self.runner.load_adapter(path)
+        return key
+
     def close(self) -> None:
         self._end()
 

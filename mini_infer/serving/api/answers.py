@@ -125,6 +125,7 @@ class ModelCard(ApiModel):
     created: int
     owned_by: str = "mini-infer"
     root: str
+    parent: str | None = None  # of an adapter: the model that it adapts
     max_model_len: int | None = None  # None: the model is being loaded
 
 

@@ -19,13 +19,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 import mini_infer
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.api import answers, docs_page, errors, schema
+from mini_infer.serving.api import adapters, answers, docs_page, errors, schema
 from mini_infer.serving.api.chat.chat import chat
 from mini_infer.serving.api.chat.conversation import as_messages
 from mini_infer.serving.api.chat.responses import respond
 from mini_infer.serving.api.completions import complete
 from mini_infer.serving.api.errors import MODEL, ApiError
-from mini_infer.serving.api.gateway import Gateway, Model
+from mini_infer.serving.api.gateway import Gateway
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
 from mini_infer.serving.http.acceptor import allow_many_open_files
@@ -214,24 +214,25 @@ EVENTS = {"text/event-stream": {"schema": {"type": "string"}, "example": 'data: 
 @api.get("/v1/models", tags=["models"], response_model=answers.ModelList)
 async def models(request: Request) -> Response:
     gateway = _gateway(request)
-    return _json({"object": "list", "data": [_card(gateway, model) for model in gateway.models]})
+    data = [card for model in gateway.models for card in (gateway.card(model), *adapters.cards(gateway, model))]
+    return _json({"object": "list", "data": data})
 
 
 @api.get("/v1/models/{name:path}", tags=["models"], response_model=answers.ModelCard)
 async def model(request: Request, name: str) -> Response:
     gateway = _gateway(request)
-    return _json(_card(gateway, gateway.find(name)))
+    model = gateway.find(name)
+    return _json(next((card for card in adapters.cards(gateway, model) if card["id"] == name), gateway.card(model)))
 
 
-def _card(gateway: Gateway, model: Model) -> dict[str, Any]:
-    service = model.service
-    card = answers.ModelCard(
-        id=model.name,
-        created=gateway.started,
-        root=model.settings.model,
-        max_model_len=None if service is None else service.engine.info.max_model_len,
-    )
-    return card.model_dump()
+@api.post("/v1/load_lora_adapter", tags=["models"], summary="Where the server was started with --lora-loading")
+async def load_lora_adapter(request: Request, body: adapters.LoadAdapter) -> Response:
+    return await adapters.load(_gateway(request), body)
+
+
+@api.post("/v1/unload_lora_adapter", tags=["models"], summary="Where the server was started with --lora-loading")
+async def unload_lora_adapter(request: Request, body: adapters.UnloadAdapter) -> Response:
+    return await adapters.unload(_gateway(request), body)
 
 
 @api.post(

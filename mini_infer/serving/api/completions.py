@@ -85,7 +85,7 @@ class CompletionRenderer:
             "id": request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.told_name(body.model),
         }
         self._texts = service.texts
         self._alternatives = body.logprobs

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from mini_infer.serving.api.answers import ModelCard
 from mini_infer.serving.api.callers import Callers
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.service import Service
@@ -212,16 +213,33 @@ class Gateway:
 
     # --- the models -----------------------------------------------------------------------------------------------
 
+    def names_model(self, name: str) -> bool:
+        """Whether it is a model's, and no adapter's."""
+        return name in self._by_name
+
+    def card(self, model: Model, **others: Any) -> dict[str, Any]:
+        """What lists say of it."""
+        service = model.service
+        about: dict[str, Any] = {"id": model.name, "root": model.settings.model, "created": self.started}
+        length = None if service is None else service.engine.info.max_model_len
+        return ModelCard(**{**about, **others}, max_model_len=length).model_dump()
+
     def find(self, name: str | None) -> Model:
-        """Which one a request means. Raises ApiError where there is none, or several and no name."""
+        """Which one a request means, by its name or by one of its adapters'. Raises ApiError where there is none, or
+        several and no name."""
         if name is None and len(self.models) == 1:
             return self.models[0]
         if name in self._by_name:
             return self._by_name[name]
-        names = " or ".join(map(repr, self._by_name))
+        known = dict(self._by_name)
+        for model in self.models:
+            known |= dict.fromkeys(() if model.service is None else model.service.adapters, model)
+        if name in known:
+            return known[name]
+        names = " or ".join(map(repr, known))
         if name is None:
             raise ApiError(400, f"model is missing: this server has {names}", param="model")
-        close = difflib.get_close_matches(name[:200], self._by_name, n=1)
+        close = difflib.get_close_matches(name[:200], known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         message = f"the model {name[:200]!r} does not exist{hint}; this server has {names}"
         raise ApiError(404, message, param="model", code="model_not_found")

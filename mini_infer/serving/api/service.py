@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,19 @@ class Service:
                 return {"status": status, "reason": reason}
         return {}
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Name -> folder of those that an engine has that can be asked."""
+        return next((each.stats.adapters for each in self.engine.replicas if each.failure is None), {})
+
+    def adapter(self, name: str | None) -> str | None:
+        """The one that a request's `model` names; None where it names the model."""
+        return name if name in self.adapters and not self._gateway.names_model(name) else None
+
+    def told_name(self, name: str | None) -> str:
+        """What the answer to a request of that `model` calls it."""
+        return self.adapter(name) or self.model_name
+
     # --- a request's way in ---------------------------------------------------------------------------------------
 
     def _count(self, name: str, by: int) -> None:
@@ -102,10 +115,11 @@ class Service:
         params = bounded(params, lengths, self.engine.info.max_model_len, echo, limit)
         if self._gateway.over is not None:  # the time was over while a thread parsed or encoded it
             raise self._gateway.over
-        callers = self._gateway.callers
+        callers, adapter = self._gateway.callers, self.adapter(body.model)
         options: dict[str, Any] = {
             "priority": body.priority or 0,
             "cache_salt": callers.salt(body.cache_salt or ""),
+            "adapter": adapter,
             "streaming": bool(body.stream),
             "deadline_s": deadline_s(body, self.settings.request_timeout),
         }
@@ -117,7 +131,7 @@ class Service:
             for token_ids in prompts:
                 arrival = time.perf_counter()
                 stream = self.engine.submit(token_ids, params, **options)
-                stream.on_end = partial(self._end, stream, give_back, params, arrival, current())
+                stream.on_end = partial(self._end, stream, give_back, params, arrival, current(), adapter)
                 streams.append(stream)
                 if options["deadline_s"] is not None:
                     stream.deadline = asyncio.get_running_loop().time() + options["deadline_s"] + GRACE_S
@@ -128,7 +142,18 @@ class Service:
             raise
         return streams
 
-    def _end(self, stream: Stream, give_back: GiveBack, params: SamplingParams, arrival: float, caller: Caller) -> None:
+    def _end(
+        self,
+        stream: Stream,
+        give_back: GiveBack,
+        params: SamplingParams,
+        arrival: float,
+        caller: Caller,
+        adapter: str | None,
+    ) -> None:
         give_back(stream.usage.completion_tokens, params.n)
+        if adapter is not None:
+            self._count(f"adapter_requests {adapter}", 1)
+            self._count(f"adapter_generation_tokens {adapter}", stream.usage.completion_tokens)
         if self._tracer is not None:
             self._tracer.ended(stream, params, arrival, caller.name, caller.headers)

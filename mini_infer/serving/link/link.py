@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from mini_infer.core.errors import ConfigError, MiniInferError, ModelError
 from mini_infer.serving.link.wire import (
+    Done,
     Event,
     Failed,
     FrameReader,
@@ -41,6 +42,8 @@ class Listener:
         """All that has come has been told."""
 
     def take_refusal(self, refused: Refused) -> None: ...
+
+    def take_done(self, done: Done) -> None: ...
 
     def take_stats(self, stats: Stats) -> None: ...
 
@@ -139,6 +142,8 @@ class Link(asyncio.Protocol):
             listener.take_outputs(event)
         elif isinstance(event, Stats):
             listener.take_stats(event)
+        elif isinstance(event, Done):
+            listener.take_done(event)
         else:
             listener.take_refusal(event)
 

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from mini_infer.core.clock import machine
 from mini_infer.core.errors import MiniInferError, RequestError
-from mini_infer.serving.link.link import Link, Listener
+from mini_infer.serving.link.link import EngineDead, Link, Listener
 from mini_infer.serving.link.stream import Stream
-from mini_infer.serving.link.wire import Abort, Add, Count, Outputs, Ready, Refused
+from mini_infer.serving.link.wire import Abort, Add, ChangeAdapter, Count, Done, Outputs, Ready, Refused
 from mini_infer.serving.processes.launch import EngineProcess
 from mini_infer.serving.router import Chain, Route
 from mini_infer.serving.stats import Stats
@@ -74,6 +74,7 @@ class Replica(Listener):
         self.failure: str | None = "it has not served yet"
         self.requests: dict[int, Request] = {}
         self._to_wake: list[Stream] = []
+        self._asked: dict[int, asyncio.Future[None]] = {}
         self._owner: AsyncEngine | None = None
         self._link: Link | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -140,6 +141,14 @@ class Replica(Listener):
             raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
         self.requests[request.add.number] = request
 
+    async def change_adapter(self, change: ChangeAdapter) -> None:
+        """Raises RequestError where the engine refuses it, and EngineDead."""
+        if self._link is None:
+            raise EngineDead(str(self.failure))
+        answer = self._asked[change.number] = asyncio.get_running_loop().create_future()
+        self._link.send(change)
+        await answer
+
     def abort(self, request: Request) -> None:
         """The engine's last word of it is still to come."""
         if request.add.number in self.requests and self._link is not None:
@@ -175,6 +184,12 @@ class Replica(Listener):
         request = self.requests.pop(refused.number, None)
         if request is not None:
             self._told.take_refusal_of(request, _error(refused))
+        elif (answer := self._asked.pop(refused.number, None)) is not None and not answer.done():
+            answer.set_exception(_error(refused))
+
+    def take_done(self, done: Done) -> None:
+        if (answer := self._asked.pop(done.number, None)) is not None and not answer.done():
+            answer.set_result(None)
 
     def take_stats(self, stats: Stats) -> None:
         self.stats = stats
@@ -183,6 +198,10 @@ class Replica(Listener):
     def take_death(self, reason: str) -> None:
         self.failure = reason
         self._link = None
+        asked, self._asked = self._asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(reason))
         lost, self.requests = list(self.requests.values()), {}
         self._told.take_loss(self, lost)
 

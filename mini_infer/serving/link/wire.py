@@ -1,8 +1,8 @@
 """What the API processes and the engine process say to each other: length-prefixed MessagePack over a Unix socket.
 
-    API process      Add, Abort, Count                       ->  engine process
+    API process      Add, Abort, Count, ChangeAdapter        ->  engine process
     supervisor       Drain                                   ->  engine process
-    API process  <-  Ready, then Outputs, Refused and Stats      engine process
+    API process  <-  Ready, then Outputs, Refused, Done, Stats   engine process
 
 Times are seconds on time.perf_counter, which all processes of a machine share.
 """
@@ -45,6 +45,15 @@ class Add(Message):
     arrival_time: float
     deadline_time: float | None
     prefill_at: str | None = None  # the address of an engine that may compute the prompt
+    adapter: Any = None  # its name, a str
+
+
+class ChangeAdapter(Message):
+    """To be loaded from a folder, or unloaded. The answer is Done or Refused; the next Stats have the names."""
+
+    number: int  # as of an Add
+    name: str
+    path: str | None  # None: it is unloaded
 
 
 class Count(Message):
@@ -153,6 +162,12 @@ class Refused(Message):
     retry_after: float | None = None
 
 
+class Done(Message):
+    """What was asked under that number."""
+
+    number: int
+
+
 class Failed(Message):
     """The last word of an engine process that cannot start or go on."""
 
@@ -160,8 +175,8 @@ class Failed(Message):
     message: str
 
 
-Command = Add | Abort | Count | Drain
-Event = Ready | Outputs | Refused | Failed | Stats
+Command = Add | Abort | Count | Drain | ChangeAdapter
+Event = Ready | Outputs | Refused | Done | Failed | Stats
 
 
 def non_default_params(params: SamplingParams) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import QueueFull, Replica, Request, why_none
 from mini_infer.serving.link.stream import Stream
-from mini_infer.serving.link.wire import Add, non_default_params
+from mini_infer.serving.link.wire import Add, ChangeAdapter, non_default_params
 from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
 from mini_infer.serving.router import Router
 from mini_infer.serving.stats import Stats
@@ -165,13 +165,14 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         streaming: bool = True,
         deadline_s: float | None = None,
     ) -> Stream:
         """Sends a request to the engine.
 
         Args:
-            priority, cache_salt: as with LLMEngine.add_request.
+            priority, cache_salt, adapter: as with LLMEngine.add_request.
             streaming: deltas as they come; else one a completion, at the end, which costs less.
             deadline_s: seconds from now; a request that takes longer ends with the finish reason "deadline".
 
@@ -194,15 +195,25 @@ class AsyncEngine:
             streaming=streaming,
             arrival_time=now,
             deadline_time=None if deadline_s is None else now + deadline_s,
+            adapter=adapter,
         )
         self._num_submitted += 1
         # What computes every token of the prompt anyway finds nothing in a cache.
-        chain = self._router.chain(token_ids, cache_salt) if params.prompt_logprobs is None else ()
+        salt = cache_salt if adapter is None else f"{cache_salt}\0{adapter}"
+        chain = self._router.chain(token_ids, salt) if params.prompt_logprobs is None else ()
         stream = Stream(params.n, len(token_ids), lambda: self._abort(request))
         request = Request(add, stream, params.n, chain)
         if not self._place(request):
             raise EngineDead(why_none(self.replicas))
         return stream
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Has an adapter loaded by all engines that can be asked, or unloaded where there is no path. An engine that is
+        started again has those of its settings. Raises RequestError where one of them refuses it, and EngineDead."""
+        for replica in self.replicas:
+            if replica.failure is None:
+                self._num_submitted += 1
+                await replica.change_adapter(ChangeAdapter(self._num_submitted - 1, name, path))
 
     async def close(self) -> None:
         """Aborts what runs, and ends the process that `start` started."""

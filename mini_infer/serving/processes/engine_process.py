@@ -31,8 +31,10 @@ from mini_infer.serving.link.connection import Connection
 from mini_infer.serving.link.wire import (
     DEADLINE,
     Add,
+    ChangeAdapter,
     Count,
     Delta,
+    Done,
     Drain,
     Failed,
     FrameWriter,
@@ -221,12 +223,30 @@ class EngineServer:
                 self._drain(command)
                 continue
             owner = Owner(connection, command.number)
-            if isinstance(command, Add):
+            if isinstance(command, ChangeAdapter):
+                self._change_adapter(owner, command)
+            elif isinstance(command, Add):
                 self._receive_add(owner, command)
             elif self._newcomers.discard(owner):
                 connection.notices.append(Refused(owner.number, "it was aborted"))
             else:
                 self._engine.abort(_request_id(owner))
+
+    def _change_adapter(self, owner: Owner, change: ChangeAdapter) -> None:
+        """Between two steps: while its files are read, nothing is computed."""
+        notices, adapters = owner.connection.notices, self._engine.adapters
+        try:
+            if change.path is None:
+                adapters.unload(change.name)
+            else:
+                adapters.load(change.name, change.path)
+        except RankError:
+            raise
+        except MiniInferError as error:
+            notices.append(Refused(owner.number, str(error), "lora_name" if change.path is None else "lora_path"))
+        else:
+            notices.append(Done(owner.number))
+            self._tell_stats(0.0)
 
     def _receive_add(self, owner: Owner, add: Add) -> None:
         if self._drained_by is None:
@@ -282,6 +302,7 @@ class EngineServer:
                 priority=add.priority,
                 arrival_time=add.arrival_time,
                 cache_salt=add.cache_salt,
+                adapter=add.adapter,
                 stream=add.streaming,
                 prefill_at=add.prefill_at,
             )

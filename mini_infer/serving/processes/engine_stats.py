@@ -106,5 +106,6 @@ class EngineStats:
         stats.kv_transfers_failed = receiver.num_failed
         stats.kv_transfer_bytes = receiver.num_bytes
         stats.prompts_computed_here = receiver.num_computed_here
+        stats.adapters = self._engine.adapters.paths
         stats.draining = self.draining
         return stats

@@ -29,7 +29,7 @@ class ChatRenderer:
     """Writes chat.completion objects and chat.completion.chunk events."""
 
     def __init__(self, request_id: str, service: Service, body: ChatRequest, turn: Turn) -> None:
-        self._common = {"id": request_id, "created": int(time.time()), "model": service.model_name}
+        self._common = {"id": request_id, "created": int(time.time()), "model": service.told_name(body.model)}
         self._texts: TokenTexts | None = service.texts if body.logprobs else None
         self._readers = turn.readers
         self._template = EventTemplate(

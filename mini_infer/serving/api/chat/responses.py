@@ -34,7 +34,7 @@ class ResponseRenderer:
     """
 
     def __init__(self, response_id: str, service: Service, body: ResponsesRequest, turn: Turn) -> None:
-        self._response = _response(response_id, service.model_name, body)
+        self._response = _response(response_id, service.told_name(body.model), body)
         self._encode = service.tokenizer.encode_within
         self._reader = turn.readers[0] if turn.readers is not None else None
         self._items: list[dict[str, Any]] = []

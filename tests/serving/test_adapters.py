@@ -1,0 +1,132 @@
+"""Adapters behind the server: named by `model`, listed, counted, loaded and unloaded while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_server import Server, running, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from mini_infer.assets.adapters import random_adapter, write_adapter
+from mini_infer.cli.serve import parse
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import ModelConfig
+
+MODEL = "tiny-draft"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = [random_adapter(ModelConfig(path=MODEL), rank=4, seed=seed, scale=0.7) for seed in range(2)]
+    return [write_adapter(root / str(i), tensors, rank=4, alpha=4) for i, tensors in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[str]) -> Iterator[Server]:
+    flags = ("--dry-run", "false", "--model", MODEL, "--model.device", "cpu", "--cache.num_blocks", "64")
+    with running(*flags, "--lora.max_adapters", "2", "--lora", f"sql={folders[0]}", "--lora-loading") as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in "".join(server.log)
+
+
+def answer(server: Server, model: str, path: str = "/v1/completions", **body: Any) -> tuple[str, str]:
+    """(what the answer says who made it, its text)"""
+    response = server.post(path, model=model, max_tokens=8, temperature=0, **body)
+    assert response.status_code == 200, response.text
+    told = response.json()
+    return told["model"], told["choices"][0]["text"]
+
+
+def change(server: Server, what: str, **body: str) -> httpx.Response:
+    return server.post(f"/v1/{what}_lora_adapter", **body)
+
+
+def counted(server: Server, name: str) -> dict[str, float]:
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    samples = [s for family in families for s in family.samples if s.name == f"mini_infer:{name}_total"]
+    return {sample.labels["adapter"]: sample.value for sample in samples}
+
+
+def test_a_requests_model_chooses_an_adapter(server: Server) -> None:
+    plain = answer(server, MODEL, prompt="def f(")
+    own = answer(server, "sql", prompt="def f(")
+    assert plain[0] == MODEL
+    assert own[0] == "sql"
+    assert own[1] != plain[1]
+    models = server.http.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in models] == [(MODEL, None), ("sql", MODEL)]
+    assert server.http.get("/v1/models/sql").json()["parent"] == MODEL
+    wait_for(lambda: counted(server, "adapter_requests").get("sql") == 1)
+    assert counted(server, "adapter_generation_tokens") == {"sql": 8}
+
+
+def test_adapters_come_and_go(server: Server, folders: list[str]) -> None:
+    assert server.post("/v1/completions", model="new", prompt="x").status_code == 404
+    assert change(server, "load", lora_name="new", lora_path=folders[1]).status_code == 200
+    new, old = answer(server, "new", prompt="def f("), answer(server, "sql", prompt="def f(")
+    assert new[1] != old[1]
+    assert change(server, "unload", lora_name="new").status_code == 200
+    refused = server.post("/v1/completions", model="new", prompt="x")
+    assert refused.status_code == 404
+    assert "this server has 'tiny-draft' or 'mini-infer' or 'sql'" in refused.json()["error"]["message"]
+    assert answer(server, "sql", prompt="def f(") == old
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "status", "message"),
+    [
+        ("load", {"lora_name": "a", "lora_path": "/no/such/folder"}, 400, "there is no such folder"),
+        ("load", {"lora_name": MODEL, "lora_path": "/x"}, 400, "is the name of a model"),
+        ("load", {"lora_name": "a b", "lora_path": "/x"}, 400, "lora_name"),
+        ("load", {"lora_name": "a"}, 400, "lora_path"),
+        ("unload", {"lora_name": "a"}, 404, "there is no adapter 'a'"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_costs_nobody(
+    what: str, body: dict[str, str], status: int, message: str, server: Server
+) -> None:
+    refused = change(server, what, **body)
+    assert refused.status_code == status
+    assert message in refused.text
+    server.check_unharmed()
+
+
+def test_a_rank_beyond_the_engines_says_which_setting(server: Server, tmp_path: Path) -> None:
+    tensors = random_adapter(ModelConfig(path=MODEL), rank=32, seed=0, targets="o_proj")
+    folder = write_adapter(tmp_path / "a", tensors, rank=32, alpha=4)
+    refused = change(server, "load", lora_name="a", lora_path=folder)
+    assert refused.status_code == 400
+    assert "has rank 32, and lora.max_rank=16: raise that to 32" in refused.text
+
+
+def test_requests_load_nothing_unless_the_server_is_told_to() -> None:
+    with running() as server:
+        refused = change(server, "load", lora_name="a", lora_path="/x")
+        assert refused.status_code == 403
+        assert "--lora-loading" in refused.json()["error"]["message"]
+
+
+def test_flags_make_settings() -> None:
+    lora = parse(["tiny-draft", "--lora", "a=/x", "--lora", "b=/y=z"], {}).models[0].engine.lora
+    assert (lora.max_adapters, lora.adapters) == (2, {"a": "/x", "b": "/y=z"})
+    theirs = [
+        "tiny-draft",
+        "--enable-lora",
+        "--lora-modules",
+        "a=/x",
+        "b=/y",
+        "--max-loras",
+        "1",
+        "--max-lora-rank",
+        "64",
+    ]
+    lora = parse(theirs, {}).models[0].engine.lora
+    assert (lora.max_adapters, lora.max_rank, lora.adapters) == (1, 64, {"a": "/x", "b": "/y"})
+    with pytest.raises(ConfigError, match="--lora takes NAME=PATH"):
+        parse(["tiny-draft", "--lora", "a"], {})
