@@ -6,13 +6,13 @@ import shlex
 
 import pytest
 
-from mini_infer.cli.serve import parse
+from mini_infer.cli.serve import LORA, parse
 from mini_infer.cli.vllm_flags import INSTEAD, NAMES
 from mini_infer.core.config import CacheDType, Policy, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.settings import Reasoning, Tools, table
 
-OURS = {flag for row in table() for flag in row.flags}
+OURS = {LORA, *(flag for row in table() for flag in row.flags)}
 
 THEIRS = """serve tiny-target --max-model-len 512 --tensor-parallel-size=1 --gpu-memory-utilization 0.8 --dtype float
     --served-model-name mine --max-num-seqs 8 --max_num_batched_tokens 256 --no-enable-prefix-caching

@@ -35,7 +35,7 @@ class Drive:
         names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
         self._outcomes = Outcomes(items, names, engine.clock)
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
-        self._adapters = list(engine.adapters) or [None]  # requests have them in turn
+        self._adapters: Sequence[str | None] = list(engine.adapters) or [None]  # requests have them in turn
         self._index_of = {name: index for index, name in enumerate(names)}
         self._failures, self._last_error = 0, ""
 

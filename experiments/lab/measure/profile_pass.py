@@ -50,7 +50,7 @@ def _admit(engine: LLMEngine, items: Sequence[Item]) -> list[str]:
     salt = f"profile {next(_numbers)}"
     params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
     about: dict[str, Any] = {"cache_salt": salt, "stream": False}
-    adapters = list(engine.adapters) or [None]  # in turn, as the driver deals them
+    adapters: list[Any] = list(engine.adapters) or [None]  # in turn, as the driver deals them
     return [
         engine.add_request(
             list(item.prompt), params, request_id=f"{salt}-{index}", adapter=adapters[index % len(adapters)], **about

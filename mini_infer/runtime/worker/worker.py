@@ -121,7 +121,15 @@ class Worker:
         for name, served in zip(("load", "load draft"), self.served, strict=False):
             with self._phase(name):
                 adapters = self.adapters if served is self.target else None
-                self._weights.append(served.load(max_len, self._kernels, self._most_tokens(), adapters))
+                try:
+                    self._weights.append(served.load(max_len, self._kernels, self._most_tokens(), adapters))
+                except torch.OutOfMemoryError as error:
+                    if adapters is None:
+                        raise
+                    raise ConfigError(
+                        f"lora.max_adapters={lora.max_adapters} of lora.max_rank={lora.max_rank} do not fit in the "
+                        "GPU's memory beside the weights: lower one of them"
+                    ) from error
         if not self.target.spec.is_first:
             size = self._most_tokens(), self.target.spec.hidden_size
             self._weights[0].inbox = torch.zeros(size, dtype=self.target.dtype, device=self.device)

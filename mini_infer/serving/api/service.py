@@ -93,7 +93,9 @@ class Service:
 
     def adapter(self, name: str | None) -> str | None:
         """The one that a request's `model` names; None where it names the model."""
-        return name if name in self.adapters and not self._gateway.names_model(name) else None
+        if name is None or self._gateway.names_model(name):
+            return None
+        return name if name in self.adapters else None
 
     def told_name(self, name: str | None) -> str:
         """What the answer to a request of that `model` calls it."""
