@@ -330,6 +330,10 @@ class LoraConfig:
     adapters: dict[str, str] = field(default_factory=dict)  # those there are from the start: name -> PEFT folder
     dummy: int = 0  # so many more of random weights and rank max_rank, named dummy-0, dummy-1, ...: to measure with
 
+    @property
+    def dummy_names(self) -> list[str]:
+        return [f"dummy-{number}" for number in range(self.dummy)]
+
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 0, "max_adapters", "dummy")
@@ -410,15 +414,11 @@ class EngineConfig:
                         f"{name}={value} with parallel.prefill or parallel.decode: only the blocks of the model itself "
                         f"are sent. Set another {name}, or parallel.replicas instead"
                     )
-        if self.lora.max_adapters:
-            asked = f"lora.max_adapters={self.lora.max_adapters}"
-            if self.model.load_format is LoadFormat.dry:
-                raise ConfigError(f"{asked}: a dry model has no weights to adapt. Set lora.max_adapters=0")
-            if self.parallel.prefill or self.parallel.decode:
-                raise ConfigError(
-                    f"{asked} with parallel.prefill or parallel.decode: an engine does not tell the other which "
-                    "adapter a prompt has. Set parallel.replicas instead"
-                )
+        if self.lora.max_adapters and (self.parallel.prefill or self.parallel.decode):
+            raise ConfigError(
+                f"lora.max_adapters={self.lora.max_adapters} with parallel.prefill or parallel.decode: an engine does "
+                "not tell the other which adapter a prompt has. Set parallel.replicas instead"
+            )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(
                 f"parallel.pipeline={self.parallel.pipeline} with model.count_experts=true: each stage would count the "

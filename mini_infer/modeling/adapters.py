@@ -89,9 +89,8 @@ class Adapters:
         self._others = tuple(f"model.layers.{layer}." for layer in others)
         for name, path in self._config.adapters.items():
             self.keys[name] = self.load(path)
-        for number in range(self._config.dummy):
-            name = f"dummy-{number}"
-            self.keys[name], self._loaded[name] = name, self._draw(number)
+        for name in self._config.dummy_names:
+            self.keys[name], self._loaded[name] = name, self._draw(name)
 
     def load(self, path: str) -> str:
         """Reads a PEFT folder to host memory, unless an equal one is there. Returns its key. Raises ModelError, and
@@ -110,12 +109,12 @@ class Adapters:
         stacks = [(layer, layer.stack.a) for layer in self._layers]
         return [layer.empty(1, a.shape[3], self.rank, a.dtype, device) for layer, a in stacks]
 
-    def _draw(self, number: int) -> list[LoraWeights]:
+    def _draw(self, name: str) -> list[LoraWeights]:
         """Random weights, the same from run to run and on any number of ranks. They stay on the device, since thousands
         of page-locked tensors would take their time."""
         layers, rank = self._empty(self._device), self._config.max_rank
         for module, (index, part) in self._places.items():
-            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{module} {number}".encode()))
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{module} {name}".encode()))
             for kind in ("A", "B"):
                 shape = self._layers[index].shape_of(part, kind, rank)
                 drawn = torch.randn(shape, generator=generator, device=self._device) / shape[1] ** 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def make(folders: dict[str, str]) -> Iterator[Callable[..., LLMEngine]]:
 
     def new(slots: int = 3, names: dict[str, str] = folders, **sections: Any) -> LLMEngine:
         model = {"path": MODEL, "device": "cpu", "max_model_len": 128} | sections.pop("model", {})
-        lora = {"max_adapters": slots, "adapters": names}
+        lora = {"max_adapters": slots, "adapters": names} | sections.pop("lora", {})
         engines.append(LLMEngine(EngineConfig.from_dict({"model": model, "lora": lora, **sections})))
         return engines[-1]
 
@@ -335,7 +336,6 @@ def test_a_file_that_is_cut_short_says_so(engine: LLMEngine, folders: dict[str, 
     ("config", "message"),
     [
         ({"lora": {"adapters": {"a": "b"}}}, "lora.max_adapters=0 takes none"),
-        ({"lora": {"max_adapters": 1}, "model": {"load_format": "dry"}}, "a dry model has no weights to adapt"),
         ({"lora": {"max_adapters": 1}, "parallel": {"prefill": 1, "decode": 1}}, "which adapter a prompt has"),
         (
             {"lora": {"max_adapters": 1}, "model": {"path": MODEL, "implementation": "transformers", "device": "cpu"}},
@@ -346,6 +346,23 @@ def test_a_file_that_is_cut_short_says_so(engine: LLMEngine, folders: dict[str, 
 def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLMEngine(EngineConfig.from_dict(config))
+
+
+def test_a_dry_model_takes_their_names(folders: dict[str, str]) -> None:
+    lora = {"max_adapters": 1, "adapters": folders, "dummy": 1}
+    with closing(LLMEngine(EngineConfig.from_dict({"model": {"load_format": "dry"}, "lora": lora}))) as dry:
+        dry.adapters.load("four", folders["one"])
+        assert list(dry.adapters) == [*NAMES, "dummy-0", "four"]
+        for names in (None, [*NAMES, "dummy-0"]):
+            assert len({tuple(answer) for answer in tokens(dry, [PROMPTS[0]] * 4, GREEDY, names)}) == 1
+
+
+def test_random_ones_are_the_same_from_run_to_run(make: Callable[..., LLMEngine]) -> None:
+    found = []
+    for _ in range(2):
+        engine = make(slots=2, names={}, lora={"dummy": 2})
+        found.append(tokens(engine, [PROMPTS[0]] * 3, GREEDY, ["dummy-0", "dummy-1", None]))
+    assert found[0] == found[1]
 
 
 def test_an_engine_without_any_says_how_to_have_some(folders: dict[str, str]) -> None:

@@ -27,6 +27,7 @@ from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Transfer
 from mini_infer.core.uniforms import splitmix64
 from mini_infer.kernels.ops import TorchKernels
+from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
@@ -173,6 +174,10 @@ class DryExecutor(Executor):
         self.holding = hold(model.store, Share(0, 1), connector=config.parallel.connector)
         if config.parallel.prefill:
             self.runner.push_with(Pusher(self.holding))
+        lora = config.lora
+        self._max_rank = lora.max_rank if lora.max_adapters else None
+        keys = {name: PeftFolder.read(path, lora.max_rank).key for name, path in lora.adapters.items()}
+        self.adapters = keys | {name: name for name in lora.dummy_names}
         self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
         self.startup = StartupReport(
             device="cpu",
@@ -187,3 +192,10 @@ class DryExecutor(Executor):
             prefill_graphs=_NO_GRAPHS,
             speculation=config.speculation.describe(),
         )
+
+    def load_adapter(self, path: str) -> str:
+        """It changes no token."""
+        return super().load_adapter(path) if self._max_rank is None else PeftFolder.read(path, self._max_rank).key
+
+    def forget_adapter(self, key: str) -> None:
+        pass
