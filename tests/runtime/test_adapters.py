@@ -119,7 +119,6 @@ def test_requests_without_one_get_what_an_engine_without_any_gives(engine: LLMEn
 # --- under every mechanism ------------------------------------------------------------------------------------------
 
 MECHANISMS: dict[str, dict[str, Any]] = {
-    "one slot": {"slots": 1},
     "two slots, short of memory, chunks, overlap": {
         "slots": 2,
         "cache": {"block_size": 4, "num_blocks": 34, "watermark": 0.0},
@@ -136,7 +135,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "scheduler": {"overlap": "always"},
     },
     "weights in 8 bits": {"model": {"quantization": "w8a16"}},
-    "static batches": {"scheduler": {"batching": "static", "max_num_seqs": 5}, "slots": 2},
+    "one slot, static batches": {"scheduler": {"batching": "static", "max_num_seqs": 5}, "slots": 1},
 }
 
 
