@@ -16,7 +16,7 @@ from mini_infer.core.model_config import ModelConfig
 MakeEngine = Callable[..., LLMEngine]
 
 PROMPTS = ["import os\n\nclass Cache:", "for i in range(", "import os\n\nclass Cache:"]
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 MODEL = ModelConfig(path="tiny-target")
 
 
@@ -71,7 +71,7 @@ def test_so_it_is_to_the_bit(make_engine: MakeEngine, tmp_path: Path) -> None:
     model = {"path": "made up", "load_format": "dummy", "hf_config": SHAPE, "device": "cpu"}
     tensors = random_adapter(EngineConfig.from_dict({"model": model}).model, rank=4, seed=0)
     lora = {"max_adapters": 1, "adapters": {"one": write_adapter(tmp_path / "one", tensors, rank=4, alpha=4)}}
-    params = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "logprobs": 3}
+    params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 3}
     found = []
     for tensor in (1, 2):
         engine = make_engine(tensor, model=model, numerics="batch_invariant", lora=lora)
