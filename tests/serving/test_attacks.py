@@ -83,14 +83,16 @@ def test_pieces_are_the_whole() -> None:
         return {"a": [{"b": iter(range(100)), "c": [], "d": {}}, {"b": iter([]), "c": None}], "e": map(str, [1, "ü"])}
 
     assert json.loads(b"".join(pieces(answer()))) == json.loads(encode(answer()))
-    blocks = list(in_blocks(pieces(answer()), 50))
+    blocks = list(in_blocks(pieces(answer()), 50, 10.0))
     assert all(len(block) >= 50 for block in blocks[:-1])
     assert b"".join(blocks) == b"".join(pieces(answer()))
+    assert list(in_blocks(pieces(answer()), 50, 0.0)) == [piece for piece in pieces(answer()) if piece]
 
 
-def test_streams_go_on_while_a_large_answer_is_written(server: Server) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_streams_go_on_while_a_large_answer_is_written(server: Server, streamed: bool) -> None:
     """Written in one go, it would take all turns of the event loop at once."""
-    ask = {"prompt": [[5] * 1000] * 2, "max_tokens": 1, "echo": True, "logprobs": 64, "temperature": 0}
+    ask = {"prompt": [[5] * 1000] * 2, "max_tokens": 1, "echo": True, "logprobs": 64, "stream": streamed}
     with opened(server, 2) as (stream, large):
         stream.sendall(request(STREAM))
         stream.recv(2**16)
@@ -194,12 +196,33 @@ def test_who_does_not_go_on_is_let_go(server: Server, begun: bytes) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1 + (b"readyz" in begun)
 
 
-def test_silent_connections_give_way(server: Server) -> None:
+def test_the_app_is_asked_when_a_body_is_there(server: Server) -> None:
+    """Or when its client waits to be asked for it, or it is longer than is kept for the app."""
+    length = b"Content-Length: 100\r\n"
+    with opened(server, 3) as (silent, asking, long):
+        silent.sendall(HEAD.replace(b"completions", b"nowhere") + length + b"\r\n" + b"x" * 99)
+        asking.sendall(HEAD + length + b"Expect: 100-continue\r\n\r\n")
+        assert asking.recv(100).startswith(b"HTTP/1.1 100")
+        long.sendall(HEAD.replace(b"completions", b"nowhere") + b"Content-Length: 100000\r\n\r\n" + b"x" * 70_000)
+        assert long.recv(100).startswith(b"HTTP/1.1 404")
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.recv(1)
+        silent.setblocking(True)
+        silent.sendall(b"x")
+        assert silent.recv(100).startswith(b"HTTP/1.1 404")
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD + b"Content-Length: 500\r\n\r\n{"], ids=["nothing", "a body"])
+def test_silent_connections_give_way(server: Server, begun: bytes) -> None:
     """To whoever has something to say: there are more of them than there may be connections."""
     with opened(server, 1) as (stream,):
         stream.sendall(request(STREAM))
         stream.recv(2**16)
-        with opened(server, 150):
+        with opened(server, 150) as silent:
+            for sock in silent:
+                with contextlib.suppress(OSError):  # it is closed already
+                    sock.sendall(begun)
             assert healthz(server)[0] == 200
         assert stream.recv(2**16)
 
@@ -339,7 +362,7 @@ def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys
         alone = streams(server, min(seconds, 60))
         until = time.monotonic() + seconds
         attackers = [
-            threading.Thread(target=attack_all, args=[server, until, False, name], daemon=True) for name in ATTACKS
+            threading.Thread(target=attack_from_elsewhere, args=[server, until, name], daemon=True) for name in ATTACKS
         ]
         for attacker in attackers:
             attacker.start()
@@ -361,6 +384,12 @@ def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys
         assert after["processes"] == before["processes"]
         assert after["shared memory"] == before["shared memory"]
         assert after["MiB"] < 2 * before["MiB"] + 512
+
+
+def attack_from_elsewhere(server: Server, until: float, name: str) -> None:
+    """Attackers have computers of their own: what they do here takes what the server and its clients leave."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    attack_all(server, until, False, name)
 
 
 def attack_all(server: Server, until: float, small: bool, *names: str) -> None:

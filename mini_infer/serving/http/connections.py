@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.http.turns import Turns
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -32,7 +35,7 @@ class Connections:
     """
 
     def __init__(self, most: int, head_s: float, body_s: float, on_refusal: Callable[[int], None]) -> None:
-        self._most = most
+        self.most = most
         self._head_s = head_s
         self._body_s = body_s
         self.on_refusal = on_refusal
@@ -41,12 +44,13 @@ class Connections:
         self._bodies: dict[LimitedProtocol, float] = {}
         self._idle: dict[LimitedProtocol, None] = {}  # kept alive, between two requests
         self._sweeping = False
+        self.turns = Turns()
 
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
         self.await_head(connection)
-        if len(self._open) > self._most and not self.make_room():
-            connection.refuse(ApiError(503, f"{self._most} connections are open: try again later"))
+        if len(self._open) > self.most and not self.make_room():
+            connection.refuse(ApiError(503, f"{self.most} connections are open: try again later"))
 
     def closed(self, connection: LimitedProtocol) -> None:
         self._open.discard(connection)
@@ -71,11 +75,16 @@ class Connections:
 
     def make_room(self) -> bool:
         """Closes some that wait for their client to speak; whether there were any."""
-        silent = list(islice(chain(self._heads, self._idle), AT_ONCE))
+        silent = list(islice(chain(self._heads, self._idle, self._bodies), AT_ONCE))
         for connection in silent:
             connection.transport.abort()
             self.closed(connection)
         return bool(silent)
+
+    def end_bodies(self, error: ApiError) -> None:
+        """No longer waits for those that have not come to their end."""
+        for connection in list(self._bodies):
+            connection.refuse(error)
 
     def _await(self, connection: LimitedProtocol, waiting: dict[LimitedProtocol, float], seconds: float) -> None:
         waiting.setdefault(connection, asyncio.get_running_loop().time() + seconds)
@@ -100,6 +109,9 @@ class Connections:
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's, which knows no limits of these kinds.
 
+    The app is asked when a request has come to its end, or is longer than uvicorn keeps: one that does not go on costs
+    neither a task nor the app's time.
+
     Args:
         on_end: called when the connection has ended.
     """
@@ -118,6 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._on_end = on_end
         self._head_bytes = 0
         self._in_body = False
+        self._begin: Callable[[], object] | None = None  # asks the app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -127,6 +140,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._limits.closed(self)
         self._on_end()
+        if self._begin is not None:  # nobody ends it, and it refers to this connection: left to the garbage collector
+            self._begin = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if not self._in_body and not self._head_bytes:
@@ -157,10 +172,29 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits.await_body(self)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self._ask()
+
     def on_message_complete(self) -> None:
         self._in_body, self._head_bytes = False, 0
         self._limits.await_nothing(self)
         super().on_message_complete()
+        self._ask()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._begin = partial(super()._start_asgi_task, cycle, app)
+        if cycle.waiting_for_100_continue or not cycle.more_body:
+            self._ask()
+
+    def _ask(self) -> None:
+        """In its turn, and not where the connection has ended by then."""
+        if (begin := self._begin) is not None:
+            self._begin = None
+            self._limits.turns.take(
+                self.client[0] if self.client else "", lambda: self.transport.is_closing() or begin()
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

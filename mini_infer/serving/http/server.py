@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
+from mini_infer.core.garbage import settle
 from mini_infer.core.logs import install
 from mini_infer.serving.api.app import create_app
 from mini_infer.serving.http.acceptor import Acceptor, allow_many_open_files, room_for_connections
@@ -22,6 +23,8 @@ from mini_infer.serving.http.handover import Handover
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
+YOUNG_OBJECTS = 2000  # before the garbage collector looks at them
+SWITCH_S = 0.001  # after which a thread that parses or encodes something long lets the event loop have Python
 BACKSTOP_S = 5  # beyond shutdown_timeout, for answers to be sent
 
 
@@ -54,8 +57,8 @@ async def serve(
         starting = app.router.lifespan_context(app)
         await starting.__aenter__()
     _pass_signals_to(server)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again and again
+    settle(YOUNG_OBJECTS)
+    sys.setswitchinterval(SWITCH_S)
     try:
         await server.serve()
         return 1 if app.state.gateway.failure else 0
@@ -100,7 +103,7 @@ class _Server(uvicorn.Server):
             self._source: Handover | Acceptor = Acceptor(source, self._take, self._limits.make_room)
         else:
             self._source = source
-        self._opening: set[asyncio.Task[object]] = set()
+        self._opening: dict[asyncio.Task[object], None] = {}  # oldest first; it is TLS that takes time
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT and isinstance(self._source, Handover):
@@ -127,7 +130,10 @@ class _Server(uvicorn.Server):
         gateway = self._app.state.gateway
         if not gateway.stopping:
             gateway.stop()
-            self._loop.call_later(self._settings.shutdown_timeout, gateway.end_running)
+            self._loop.call_later(self._settings.shutdown_timeout, self._end_running)
+
+    def _end_running(self) -> None:
+        self._limits.end_bodies(self._app.state.gateway.end_running())
 
     def _on_supervisors_end(self) -> None:
         self.should_exit = True
@@ -137,10 +143,15 @@ class _Server(uvicorn.Server):
 
     def _take(self, sock: socket.socket) -> bool:
         sock.setblocking(False)
-        accepting = self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self.config.ssl)
+        patience = self._settings.header_timeout if self.config.is_ssl else None
+        accepting = self._loop.connect_accepted_socket(
+            self._make_protocol, sock, ssl=self.config.ssl, ssl_handshake_timeout=patience
+        )
         opening = self._loop.create_task(accepting)
-        self._opening.add(opening)
+        self._opening[opening] = None
         opening.add_done_callback(self._opened)
+        if len(self._opening) > self._limits.most:
+            next(iter(self._opening)).cancel()
         return True
 
     def _make_protocol(self) -> LimitedProtocol:
@@ -149,7 +160,7 @@ class _Server(uvicorn.Server):
         )
 
     def _opened(self, opening: asyncio.Task[object]) -> None:
-        self._opening.discard(opening)
+        self._opening.pop(opening)
         if opening.cancelled() or opening.exception() is not None:
             self._on_end()
 
