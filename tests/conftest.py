@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import zlib
 
 # Before torch is imported, here and in every child: a process of the test run has one core.
@@ -16,11 +15,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
-
-if coverage := getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None):
-    # As `slipcover --immediate`, of which worker processes are not told: a line that has run costs nothing more. By
-    # default all functions are gone through, again and again, to replace those that have run.
-    coverage.immediate = True
 
 from mini_infer.attention.context import AttentionBatch
 
