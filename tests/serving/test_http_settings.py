@@ -50,6 +50,8 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         "parallel.decode",
         "parallel.prefill_tensor",
         "parallel.redundant_experts",
+        "lora.adapters",
+        "lora.dummy",
     }
     alone |= {
         "ssl_keyfile",
