@@ -43,9 +43,9 @@ def test_the_packages_that_are_asked_for_are_those_of_the_extra() -> None:
 
 
 def test_the_model_is_the_first_word() -> None:
-    assert serve.parse(["tiny-draft", "--port", "0"], {}).model == "tiny-draft"
-    assert serve.parse(["--model", "tiny-draft"], {}).model == "tiny-draft"
-    assert serve.parse(["serve", "tiny-draft"], {}).model == "tiny-draft"
+    assert serve.parse(["tiny-draft", "--port", "0"], {}).models[0].model == "tiny-draft"
+    assert serve.parse(["--model", "tiny-draft"], {}).models[0].model == "tiny-draft"
+    assert serve.parse(["serve", "tiny-draft"], {}).models[0].model == "tiny-draft"
     with pytest.raises(ConfigError, match="unknown argument 'tiny-moe'"):
         serve.parse(["tiny-draft", "tiny-moe"], {})
 
