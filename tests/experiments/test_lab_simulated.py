@@ -195,7 +195,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].partition("Start it with: ")[2])
     assert command[:4] == ["mini-infer-serve", "--model", "dry", "--parallel.replicas"]
-    started = parse(command[1:], {}).engine
+    started = parse(command[1:], {}).models[0].engine
     assert (started.parallel.replicas, started.scheduler.max_num_seqs) == (count, 8)
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
     assert {p.values["engine.scheduler.max_num_seqs"] for p in found.points} == {2, 8}
