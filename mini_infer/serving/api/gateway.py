@@ -188,7 +188,8 @@ class Gateway:
         """From here on /readyz says no, and what still runs ends with an error when the time for it is over."""
         self.stopping = True
 
-    def end_running(self) -> None:
+    def end_running(self) -> ApiError:
+        """Ends what has come; the error is for who has not said yet what he wants."""
         seconds = f"{self.settings.shutdown_timeout:g} s"
         message = f"the server shuts down, and the request did not finish within the {seconds} left to it"
         self.over = ApiError(503, message, type="server_error", code="shutting_down")
@@ -196,6 +197,7 @@ class Gateway:
             answer.end(self.over)
         for task in self._arriving:
             task.cancel()
+        return self.over
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:

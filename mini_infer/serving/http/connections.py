@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.http.turns import Turns
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -41,6 +44,7 @@ class Connections:
         self._bodies: dict[LimitedProtocol, float] = {}
         self._idle: dict[LimitedProtocol, None] = {}  # kept alive, between two requests
         self._sweeping = False
+        self.turns = Turns()
 
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
@@ -77,6 +81,11 @@ class Connections:
             self.closed(connection)
         return bool(silent)
 
+    def end_bodies(self, error: ApiError) -> None:
+        """No longer waits for those that have not come to their end."""
+        for connection in list(self._bodies):
+            connection.refuse(error)
+
     def _await(self, connection: LimitedProtocol, waiting: dict[LimitedProtocol, float], seconds: float) -> None:
         waiting.setdefault(connection, asyncio.get_running_loop().time() + seconds)
         if not self._sweeping:
@@ -98,7 +107,8 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's, which knows no limits of these kinds.
+    """uvicorn's, which knows no limits of these kinds. The app is asked when a request has come to its end, or is longer
+    than uvicorn keeps: one that never does costs neither a task nor the app's time.
 
     Args:
         on_end: called when the connection has ended.
@@ -118,6 +128,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._on_end = on_end
         self._head_bytes = 0
         self._in_body = False
+        self._begin: Callable[[], object] | None = None  # asks the app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -157,10 +168,27 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits.await_body(self)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self._ask()
+
     def on_message_complete(self) -> None:
         self._in_body, self._head_bytes = False, 0
         self._limits.await_nothing(self)
         super().on_message_complete()
+        self._ask()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._begin = partial(super()._start_asgi_task, cycle, app)
+        if cycle.waiting_for_100_continue or not cycle.more_body:
+            self._ask()
+
+    def _ask(self) -> None:
+        """In its turn, and not where the connection has ended by then."""
+        if (begin := self._begin) is not None:
+            self._begin = None
+            self._limits.turns.take(self.client[0] if self.client else "", lambda: self.transport.is_closing() or begin())
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -127,7 +127,10 @@ class _Server(uvicorn.Server):
         gateway = self._app.state.gateway
         if not gateway.stopping:
             gateway.stop()
-            self._loop.call_later(self._settings.shutdown_timeout, gateway.end_running)
+            self._loop.call_later(self._settings.shutdown_timeout, self._end_running)
+
+    def _end_running(self) -> None:
+        self._limits.end_bodies(self._app.state.gateway.end_running())
 
     def _on_supervisors_end(self) -> None:
         self.should_exit = True
