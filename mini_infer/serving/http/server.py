@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
+from mini_infer.core.garbage import settle
 from mini_infer.core.logs import install
 from mini_infer.serving.api.app import create_app
 from mini_infer.serving.http.acceptor import Acceptor, allow_many_open_files, room_for_connections
@@ -54,8 +54,7 @@ async def serve(
         starting = app.router.lifespan_context(app)
         await starting.__aenter__()
     _pass_signals_to(server)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again and again
+    settle()
     try:
         await server.serve()
         return 1 if app.state.gateway.failure else 0

@@ -10,7 +10,6 @@ grammars compiled by threads.
 from __future__ import annotations
 
 import contextlib
-import gc
 import heapq
 import logging
 import os
@@ -24,6 +23,7 @@ import torch
 from mini_infer.core.clock import machine
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import MiniInferError, RankError, RequestError
+from mini_infer.core.garbage import settle
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
 from mini_infer.runtime.handover import make_sender
 from mini_infer.runtime.llm_engine import LLMEngine
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 INTAKE_S = 0.002  # a step; a request takes about 50 microseconds
 STATS_INTERVAL_S = 0.1
 HEARTBEAT_S = 1.0  # they come so often also where there is nothing to do
-YOUNG_OBJECTS = 50_000  # before the garbage collector looks at them
 FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 
@@ -391,10 +390,7 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int, prompts_
         if isinstance(error, MiniInferError):  # says all there is to say, and whoever listens prints it
             sys.exit(CANNOT_START if listeners else f"the engine cannot start: {error}")
         raise
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again and again
-    # A step makes thousands of objects that die without the collector's help; by default it looks twice a step.
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    settle()
     with contextlib.suppress(Restarting):  # whom it concerns has been told
         EngineServer(engine, listener, max_queued, prompts_at).serve()
 
