@@ -83,9 +83,10 @@ def test_pieces_are_the_whole() -> None:
         return {"a": [{"b": iter(range(100)), "c": [], "d": {}}, {"b": iter([]), "c": None}], "e": map(str, [1, "ü"])}
 
     assert json.loads(b"".join(pieces(answer()))) == json.loads(encode(answer()))
-    blocks = list(in_blocks(pieces(answer()), 50))
+    blocks = list(in_blocks(pieces(answer()), 50, 10.0))
     assert all(len(block) >= 50 for block in blocks[:-1])
     assert b"".join(blocks) == b"".join(pieces(answer()))
+    assert list(in_blocks(pieces(answer()), 50, 0.0)) == [piece for piece in pieces(answer()) if piece]
 
 
 def test_streams_go_on_while_a_large_answer_is_written(server: Server) -> None:

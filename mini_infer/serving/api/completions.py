@@ -14,7 +14,7 @@ from mini_infer.serving.api.logprobs import completion_logprobs
 from mini_infer.serving.api.sampling import sampling_params
 from mini_infer.serving.api.schema import CompletionRequest
 from mini_infer.serving.api.service import Service
-from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
+from mini_infer.serving.api.sse import DONE, Event, EventStream, EventTemplate, WholeAnswer, new_id
 from mini_infer.serving.link.wire import Delta, PromptLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -107,18 +107,20 @@ class CompletionRenderer:
             prompt_tokens=sum(map(len, prompts)),
         )
 
-    def event(self, prompt: int, delta: Delta) -> bytes:
+    def event(self, prompt: int, delta: Delta) -> Event:
         choice = prompt * self._num_choices + delta.index
+        echoes = choice in self._unsaid
         if self._template.tells_usage:
             told = self._choice(prompt, delta)
             self._template.count(delta)
-            return self._template.choice(told)
-        if self._plain and delta.finish_reason is None and choice not in self._unsaid:
+            return self._template.choice(told, delta, echoes=echoes)
+        if self._plain and delta.finish_reason is None and not echoes:
             if self._with_token_ids:
                 return self._template.tokens(choice, delta.text, delta.token_ids)
             return self._template.text(choice, delta.text) if delta.text else b""
         text, logprobs = self._said(prompt, choice, delta)
-        return self._template.full(choice, text, logprobs, delta, delta.token_ids if self._with_token_ids else None)
+        token_ids = delta.token_ids if self._with_token_ids else None
+        return self._template.full(choice, text, logprobs, delta, token_ids, echoes=echoes)
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
         return self._template.usage(self._usage(usage)) + DONE

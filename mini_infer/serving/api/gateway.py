@@ -16,7 +16,7 @@ from typing import Any
 from mini_infer.serving.api.callers import Callers
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.service import Service
-from mini_infer.serving.api.sse import Answer
+from mini_infer.serving.api.sse import Running
 from mini_infer.serving.http.bodies import UnfinishedBodies
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import Replica, why_none
@@ -95,7 +95,7 @@ class Gateway:
         self.models = [Model(model) for model in settings.models]
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.callers = Callers(settings, accounts)
-        self.running: set[Answer] = set()
+        self.running = Running()
         self.started = int(time.time())
         self.stopping = False
         self.over: ApiError | None = None  # what ends all that is not ready when the server stops
@@ -193,7 +193,7 @@ class Gateway:
         seconds = f"{self.settings.shutdown_timeout:g} s"
         message = f"the server shuts down, and the request did not finish within the {seconds} left to it"
         self.over = ApiError(503, message, type="server_error", code="shutting_down")
-        for answer in list(self.running):
+        for answer in list(self.running.answers):
             answer.end(self.over)
         for task in self._arriving:
             task.cancel()

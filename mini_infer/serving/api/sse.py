@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from itertools import chain, islice, takewhile
 from typing import Any, Protocol
 
 from fastapi import Response
@@ -26,8 +26,12 @@ from mini_infer.serving.link.wire import DEADLINE, Delta, merge
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499  # as other servers log it
-BLOCK = 2**14  # bytes of a long answer: about a millisecond
-PAUSE_S = 0.001  # between two of them, at least: the others' turn
+LOGPROB_BYTES = 12  # of one of a prompt, as it comes
+BLOCK = 2**14  # bytes of a long answer
+BLOCK_S = 0.001  # in which they are written
+PAUSE_S = 0.001  # between two blocks of whatever answers, at least: the others' turn
+FEW = 512  # log-probabilities that are written in one go: about half a millisecond
+Event = bytes | Iterator[bytes]  # pieces, where it is long
 SERVER_SEND = "mini_infer.send"  # in the scope: the server's own `send`, without what the web framework wraps around it
 
 
@@ -39,8 +43,8 @@ def new_id(prefix: str, own: str | None = None) -> str:
 class Renderer(Protocol):
     """How one request's outcome is written; `prompt` counts the prompts of a batch."""
 
-    def event(self, prompt: int, delta: Delta) -> bytes:
-        """The event that carries a delta; empty where there is nothing to tell."""
+    def event(self, prompt: int, delta: Delta) -> Event:
+        """What carries a delta; empty where there is nothing to tell."""
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
         """What a stream ends with."""
@@ -49,14 +53,33 @@ class Renderer(Protocol):
         """One answer for everything: for each prompt, its completions in order."""
 
 
+class Running:
+    """The answers under way."""
+
+    def __init__(self) -> None:
+        self.answers: set[Answer] = set()
+        self._writing = asyncio.Lock()
+
+    async def write(self, blocks: Iterator[bytes], send: Callable[[bytes], Blocked]) -> None:
+        """Of a long answer: a block at a time, whosever it is, as fast as its client reads. Others go on in between."""
+        while True:
+            async with self._writing:
+                block = next(blocks, None)
+                await asyncio.sleep(PAUSE_S)
+            if block is None:
+                return
+            if (blocked := send(block)) is not None:
+                await blocked
+
+
 class Answer(Response):
     """Ends its engine streams when it is done, when the client goes away, and when it is told to.
 
     Args:
-        running: the answers under way, of which this is one until it has ended.
+        running: of which this is one until it has ended.
     """
 
-    def __init__(self, streams: Sequence[Stream], render: Renderer, running: set[Answer], request_id: str) -> None:
+    def __init__(self, streams: Sequence[Stream], render: Renderer, running: Running, request_id: str) -> None:
         self._streams = streams
         self._render = render
         self._running = running
@@ -67,7 +90,7 @@ class Answer(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._running.add(self)
+        self._running.answers.add(self)
         watch = asyncio.ensure_future(_disconnected(receive))
         watch.add_done_callback(self._abort)
         deadline = min((stream.deadline for stream in self._streams if stream.deadline is not None), default=None)
@@ -79,7 +102,7 @@ class Answer(Response):
             # The stream of a client that is gone, or of a server that shuts down, ends with an abort.
             await self._fail(as_api_error(self._ended_by or error), send)
         finally:
-            self._running.discard(self)
+            self._running.answers.discard(self)
             watch.cancel()
             if timer is not None:
                 timer.cancel()
@@ -110,6 +133,11 @@ class Answer(Response):
         if self._aborted:
             raise ApiError(CLIENT_LEFT, "the client closed the connection", code="client_left")  # for the log alone
 
+    def _write(self, written: Iterator[bytes], send: Callable[[bytes], Blocked]) -> Coroutine[Any, Any, None]:
+        """All of it, or as much as there is somebody to read it."""
+        blocks = in_blocks(written, BLOCK, BLOCK_S)
+        return self._running.write(takewhile(lambda _: not self._aborted, blocks), send)
+
     async def _run(self, send: Send, server_send: Send) -> None:
         """`server_send` is quicker, and knows nothing of the framework's: for when `send` has begun the answer."""
         raise NotImplementedError
@@ -125,21 +153,19 @@ class WholeAnswer(Answer):
     async def _run(self, send: Send, server_send: Send) -> None:
         prompts = await _together([self._collect(stream) for stream in self._streams])
         whole = self._render.whole(prompts, self.usage())
-        plain = all(delta.logprobs is None and delta.prompt_logprobs is None for deltas in prompts for delta in deltas)
-        blocks = iter([encode(whole)]) if plain else in_blocks(pieces(whole), BLOCK)
         headers = [(b"content-type", b"application/json"), *self._common_headers]
-        first, second = next(blocks), next(blocks, None)
-        if second is None:
-            await send(_start([*headers, (b"content-length", b"%d" % len(first))]))
-            await send({"type": "http.response.body", "body": first})
+        if sum(_num_logprobs(delta) for deltas in prompts for delta in deltas) <= FEW:
+            body = encode(whole)
+            await send(_start([*headers, (b"content-length", b"%d" % len(body))]))
+            await send({"type": "http.response.body", "body": body})
             return
+
         await send(_start(headers))
-        for block in chain([first, second], blocks):
-            await send({"type": "http.response.body", "body": block, "more_body": True})
-            if self._aborted:
-                return
-            await asyncio.sleep(PAUSE_S)
-        await send({"type": "http.response.body"})
+        await self._write(
+            pieces(whole), lambda block: send({"type": "http.response.body", "body": block, "more_body": True})
+        )
+        if not self._aborted:
+            await send({"type": "http.response.body"})
 
     async def _collect(self, stream: Stream) -> list[Delta]:
         completions: dict[int, Delta] = {}
@@ -165,27 +191,30 @@ class EventStream(Answer):
         send_body = body_writer(server_send)
 
         def write(deltas: Collection[Delta]) -> Blocked:
-            body = self._events(prompt, deltas)
-            return send_body(body) if body else None
+            return told(self._events(prompt, deltas))
+
+        def told(events: Event) -> Blocked:
+            if isinstance(events, bytes):
+                return send_body(events) if events else None
+            return self._write(events, send_body)
 
         async for delta in stream:  # the first one: what is wrong with the request itself is known now
-            body = self._events(prompt, [delta])
+            events = self._events(prompt, [delta])
             if not self._started:
                 await self._start(send)
-            blocked = send_body(body) if body else None
-            if blocked is not None:
+            if (blocked := told(events)) is not None:
                 await blocked
             break
         await stream.forward(write)
         self._require_end()
 
-    def _events(self, prompt: int, deltas: Collection[Delta]) -> bytes:
+    def _events(self, prompt: int, deltas: Collection[Delta]) -> Event:
         events = []
         for delta in deltas:
             if delta.finish_reason is not None:
                 _require_good_end(delta)
             events.append(self._render.event(prompt, delta))
-        return events[0] if len(events) == 1 else b"".join(events)
+        return events[0] if len(events) == 1 else joined(events)
 
     async def _start(self, send: Send) -> None:
         async with self._starting:  # several prompts' streams share one answer
@@ -199,6 +228,19 @@ class EventStream(Answer):
             raise error
         # No [DONE] behind it: the answer is not complete.
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
+
+
+def joined(events: Sequence[Event]) -> Event:
+    short = [event for event in events if isinstance(event, bytes)]
+    if len(short) == len(events):
+        return b"".join(short)
+    return chain.from_iterable([event] if isinstance(event, bytes) else event for event in events)
+
+
+def _num_logprobs(delta: Delta) -> int:
+    """About, where there are a prompt's."""
+    own = sum(1 + len(token.top) for token in delta.logprobs or ())
+    return own if delta.prompt_logprobs is None else own + delta.prompt_logprobs.num_bytes // LOGPROB_BYTES
 
 
 def _start(headers: list[tuple[bytes, bytes]]) -> Message:
@@ -292,8 +334,10 @@ class EventTemplate:
         logprobs: dict[str, Any] | None,
         delta: Delta,
         token_ids: list[int] | None = None,
-    ) -> bytes:
-        """With logprobs, or a finish reason."""
+        *,
+        echoes: bool = False,
+    ) -> Event:
+        """With logprobs, which may be those of a prompt that it `echoes`, too, or a finish reason."""
         rest: dict[str, Any] = {
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
@@ -301,15 +345,21 @@ class EventTemplate:
         }
         if token_ids is not None:
             rest["token_ids"] = token_ids
-        return self._head(choice) + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
+        begin = self._head(choice) + encode(text) + self._between + b","
+        if _num_logprobs(delta) <= FEW and not echoes:
+            return begin + encode(rest)[1:] + self._close
+        return chain([begin], islice(pieces(rest), 1, None), [self._close])
 
     def begins(self, choice: int) -> bool:
         """Whether the choice's next event is its first, and of its caller's own making."""
         return self._first_heads.pop(choice, None) is not None
 
-    def choice(self, choice: dict[str, Any]) -> bytes:
-        """An event of its own making."""
-        return self._common + encode(choice) + (b"]" + self._usage_so_far() if self.tells_usage else self._close)
+    def choice(self, choice: dict[str, Any], delta: Delta, *, echoes: bool = False) -> Event:
+        """An event of its caller's own making."""
+        end = b"]" + self._usage_so_far() if self.tells_usage else self._close
+        if _num_logprobs(delta) <= FEW and not echoes:
+            return self._common + encode(choice) + end
+        return chain([self._common], pieces(choice), [end])
 
     def count(self, delta: Delta) -> None:
         """Takes its tokens into the usage that the next events tell."""

@@ -107,8 +107,10 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's, which knows no limits of these kinds. The app is asked when a request has come to its end, or is longer
-    than uvicorn keeps: one that never does costs neither a task nor the app's time.
+    """uvicorn's, which knows no limits of these kinds.
+
+    The app is asked when a request has come to its end, or is longer than uvicorn keeps: one that does not go on costs
+    neither a task nor the app's time.
 
     Args:
         on_end: called when the connection has ended.
@@ -188,7 +190,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """In its turn, and not where the connection has ended by then."""
         if (begin := self._begin) is not None:
             self._begin = None
-            self._limits.turns.take(self.client[0] if self.client else "", lambda: self.transport.is_closing() or begin())
+            self._limits.turns.take(
+                self.client[0] if self.client else "", lambda: self.transport.is_closing() or begin()
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -34,7 +34,7 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._pass)
 
     def _pass(self) -> None:
-        now = []
+        now: list[Callable[[], object]] = []
         while self._waiting and len(now) < AT_ONCE:
             client = next(iter(self._waiting))
             line = self._waiting.pop(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -39,14 +40,16 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield encode(value)
 
 
-def in_blocks(written: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes, at least `size` at a time but for the last ones."""
+def in_blocks(written: Iterator[bytes], size: int, seconds: float) -> Iterator[bytes]:
+    """The same bytes, about `size` at a time, or as many as are written in so many seconds."""
     block = bytearray()
+    until = time.perf_counter() + seconds
     for piece in written:
         block += piece
-        if len(block) >= size:
+        if len(block) >= size or time.perf_counter() > until:
             yield bytes(block)
             block.clear()
+            until = time.perf_counter() + seconds
     if block:
         yield bytes(block)
 

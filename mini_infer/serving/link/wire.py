@@ -80,6 +80,10 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
         starts = range(0, len(entries), ENTRIES_A_PART)
         return cls([msgspec.msgpack.encode(entries[start : start + ENTRIES_A_PART]) for start in starts])
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.parts))
+
     def __iter__(self) -> Iterator[TokenLogprob | None]:
         for part in self.parts:
             yield from _entries_decoder.decode(part)

@@ -13,7 +13,7 @@ from mini_infer.serving.api.chat.turn import Part, Turn, start_turn
 from mini_infer.serving.api.logprobs import TokenTexts, chat_logprobs
 from mini_infer.serving.api.schema import ChatRequest
 from mini_infer.serving.api.service import Service
-from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
+from mini_infer.serving.api.sse import DONE, Event, EventStream, EventTemplate, WholeAnswer, joined, new_id
 from mini_infer.serving.link.wire import Delta
 
 
@@ -41,7 +41,7 @@ class ChatRenderer:
             prompt_tokens=turn.prompt_tokens,
         )
 
-    def event(self, prompt: int, delta: Delta) -> bytes:
+    def event(self, prompt: int, delta: Delta) -> Event:
         is_plain = self._texts is None and delta.finish_reason is None and not self._template.tells_usage
         if self._readers is not None and not (is_plain and self._readers[delta.index].passes):
             return self._events(delta, self._readers[delta.index].read)
@@ -51,7 +51,7 @@ class ChatRenderer:
             return self._template.text(delta.index, delta.text) if delta.text else b""
         return self._template.full(delta.index, delta.text, self._logprobs(delta), delta)
 
-    def _events(self, delta: Delta, read: Any) -> bytes:
+    def _events(self, delta: Delta, read: Any) -> Event:
         """One for each part of the text. The first has the log-probabilities, the last says how it ended."""
         ended = delta.finish_reason is not None
         said = [_said(part) for part in read(delta.text, last=ended)]
@@ -67,7 +67,7 @@ class ChatRenderer:
         if ended:
             choices[-1] |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
         self._template.count(delta)
-        return b"".join([self._template.choice(choice) for choice in choices])
+        return joined([self._template.choice(choice, delta) for choice in choices])
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
         return self._template.usage(usage) + DONE
