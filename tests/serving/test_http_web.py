@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -53,13 +54,16 @@ def certificate(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_https(certificate: Path, processes: str) -> None:
-    with running("--ssl-certfile", str(certificate), "--api-processes", processes) as server:
+    flags = ("--ssl-certfile", str(certificate), "--header-timeout", "0.5")
+    with running(*flags, "--api-processes", processes) as server:
         assert server.url.startswith("https://")
         body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True}
         with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(certificate))) as trusted:
             assert trusted.post("/v1/completions", json=body).text.count("data: ") > 2
         with http_client(server.url.replace("https", "http")) as plain, pytest.raises(httpx.TransportError):
             plain.get("/healthz")
+        with socket.create_connection(("127.0.0.1", server.port), 10) as silent:
+            assert not silent.recv(1), "a handshake has as long as a head"
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

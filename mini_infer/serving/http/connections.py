@@ -35,7 +35,7 @@ class Connections:
     """
 
     def __init__(self, most: int, head_s: float, body_s: float, on_refusal: Callable[[int], None]) -> None:
-        self._most = most
+        self.most = most
         self._head_s = head_s
         self._body_s = body_s
         self.on_refusal = on_refusal
@@ -49,8 +49,8 @@ class Connections:
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
         self.await_head(connection)
-        if len(self._open) > self._most and not self.make_room():
-            connection.refuse(ApiError(503, f"{self._most} connections are open: try again later"))
+        if len(self._open) > self.most and not self.make_room():
+            connection.refuse(ApiError(503, f"{self.most} connections are open: try again later"))
 
     def closed(self, connection: LimitedProtocol) -> None:
         self._open.discard(connection)

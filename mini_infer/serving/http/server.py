@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
@@ -22,6 +23,7 @@ from mini_infer.serving.http.handover import Handover
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
+SWITCH_S = 0.001  # after which a thread that parses or encodes something long lets the event loop have Python
 BACKSTOP_S = 5  # beyond shutdown_timeout, for answers to be sent
 
 
@@ -55,6 +57,7 @@ async def serve(
         await starting.__aenter__()
     _pass_signals_to(server)
     settle()
+    sys.setswitchinterval(SWITCH_S)
     try:
         await server.serve()
         return 1 if app.state.gateway.failure else 0
@@ -99,7 +102,7 @@ class _Server(uvicorn.Server):
             self._source: Handover | Acceptor = Acceptor(source, self._take, self._limits.make_room)
         else:
             self._source = source
-        self._opening: set[asyncio.Task[object]] = set()
+        self._opening: dict[asyncio.Task[object], None] = {}  # oldest first; it is TLS that takes time
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT and isinstance(self._source, Handover):
@@ -139,10 +142,15 @@ class _Server(uvicorn.Server):
 
     def _take(self, sock: socket.socket) -> bool:
         sock.setblocking(False)
-        accepting = self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self.config.ssl)
+        patience = self._settings.header_timeout if self.config.is_ssl else None
+        accepting = self._loop.connect_accepted_socket(
+            self._make_protocol, sock, ssl=self.config.ssl, ssl_handshake_timeout=patience
+        )
         opening = self._loop.create_task(accepting)
-        self._opening.add(opening)
+        self._opening[opening] = None
         opening.add_done_callback(self._opened)
+        if len(self._opening) > self._limits.most:
+            next(iter(self._opening)).cancel()
         return True
 
     def _make_protocol(self) -> LimitedProtocol:
@@ -151,7 +159,7 @@ class _Server(uvicorn.Server):
         )
 
     def _opened(self, opening: asyncio.Task[object]) -> None:
-        self._opening.discard(opening)
+        self._opening.pop(opening)
         if opening.cancelled() or opening.exception() is not None:
             self._on_end()
 

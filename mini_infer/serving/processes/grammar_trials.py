@@ -36,10 +36,10 @@ from mini_infer.runtime.text.grammar import GrammarCompiler, Vocabulary, make_ma
 from mini_infer.serving.processes.launch import child_environment
 
 LIMITS_S = (0.25, 4.0)  # of CPU time, in the quick queue and in the slow one
+NICENESS = (5, 15)  # of trials in each: what takes long takes what others leave
 AT_ONCE = 2  # trials of each queue
 MEMORY = 2**28  # bytes that a trial may take beyond what the vocabulary takes
 TOKENS = 8  # that a trial takes in
-NICENESS = 5
 COMMAND = ("-m", "mini_infer.serving.processes.grammar_trials")
 KILLED_BY_TIME = -signal.SIGPROF
 
@@ -193,7 +193,7 @@ class _Nursery:
         job.pid = os.fork()
         if not job.pid:
             try:
-                _bound(LIMITS_S[job.queue])
+                _bound(LIMITS_S[job.queue], NICENESS[job.queue])
                 os.write(says, json.dumps(_try(job.text, self._tokenizer)).encode())
             finally:
                 os._exit(0)  # without an outcome: something has gone wrong, for want of memory most likely
@@ -240,7 +240,8 @@ class _Nursery:
         os.close(job.text)
 
 
-def _bound(seconds: float) -> None:
+def _bound(seconds: float, niceness: int) -> None:
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # where there is no /proc, time alone is bounded
         with open("/proc/self/statm") as file:
@@ -279,7 +280,6 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # it ends with the engine process
         signal.signal(ignored, signal.SIG_IGN)
     install()
-    os.nice(NICENESS)
     try:
         vocabulary = pickle.load(sys.stdin.buffer)
     except EOFError:  # the engine process has ended meanwhile
