@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 from mini_infer import SamplingParams
 from mini_infer.core.request import TokenLogprob
@@ -54,16 +55,18 @@ def test_sampling_params_arrive_equal() -> None:
 
 def test_merged_deltas_say_what_they_said_apart() -> None:
     first, second = (TokenLogprob(token, -1.0, 1) for token in (1, 2))
-    delta = Delta(1, 0, "a", [1], [first], prompt_logprobs=PromptLogprobs.of([None]))
+    delta = Delta(1, 0, "a", [1], [first], prompt_logprobs=PromptLogprobs([b"x"]))
     delta.extend(Delta(1, 0, "b", [2], [second], "stop", "END", 16))
-    assert delta == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, PromptLogprobs.of([None]))
+    assert delta == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, PromptLogprobs([b"x"]))
 
 
 def test_log_probabilities_of_a_prompt_arrive_in_order() -> None:
     entries = [None, *(TokenLogprob(i, -0.5 * i, 1, ((i, -0.5 * i), (6, -1.5))) for i in range(100))]
-    (frame,) = FrameReader().feed(
-        FrameWriter().frame(Outputs([Delta(1, 0, "", [], None, None, None, 0, PromptLogprobs.of(entries))]))
-    )
+    left, logprobs = deque(entries), PromptLogprobs()
+    assert 100 <= logprobs.take(left, 100) <= 200
+    assert 0 < len(left) < 80, "some at a time"
+    logprobs.take(left, 1000)
+    (frame,) = FrameReader().feed(FrameWriter().frame(Outputs([Delta(1, 0, "", [], None, None, None, 0, logprobs)])))
     arrived = event_decoder.decode(frame)
     assert isinstance(arrived, Outputs)
     assert list(arrived.deltas[0].prompt_logprobs or []) == entries

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,15 +71,19 @@ class Drain(Message):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """A prompt's entries, each a TokenLogprob or None. There may be a million log-probabilities in them: nobody takes
-    all of them apart at once."""
+    """A prompt's entries, each a TokenLogprob or None. There may be a million log-probabilities in them: nobody puts
+    all of them together, or takes them apart, at once."""
 
-    parts: list[bytes]
+    parts: list[bytes] = []
 
-    @classmethod
-    def of(cls, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
-        starts = range(0, len(entries), ENTRIES_A_PART)
-        return cls([msgspec.msgpack.encode(entries[start : start + ENTRIES_A_PART]) for start in starts])
+    def take(self, entries: deque[TokenLogprob | None], most: int) -> int:
+        """Moves entries here, with about `most` log-probabilities, and returns how many they hold."""
+        taken = 0
+        while entries and taken < most:
+            part = [entries.popleft() for _ in range(min(ENTRIES_A_PART, len(entries)))]
+            self.parts.append(msgspec.msgpack.encode(part))
+            taken += sum(1 + len(entry.top) for entry in part if entry is not None)
+        return taken
 
     @property
     def num_bytes(self) -> int:

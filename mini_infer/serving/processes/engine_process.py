@@ -17,6 +17,7 @@ import selectors
 import socket
 import sys
 import time
+from collections import deque
 
 import torch
 
@@ -24,7 +25,7 @@ from mini_infer.core.clock import machine
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.garbage import settle
-from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
+from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from mini_infer.runtime.handover import make_sender
 from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.link.connection import Connection
@@ -55,6 +56,7 @@ FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 CANNOT_START = 2  # exit code
 RESTART_S = 5.0  # about, for clients that nobody else can serve
+LOGPROBS_A_TURN = 2**14  # of prompts: a millisecond or two
 LAST_FLUSH_S = 1.0  # for what clients have not read when a drained engine ends
 
 
@@ -91,7 +93,8 @@ class EngineServer:
         self._owners: dict[str, Owner] = {}  # of the engine's requests, but those whose connection has ended
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
-        self._late: list[RequestOutput] = []  # not handed out yet, for the log-probabilities of others' prompts
+        self._late: list[RequestOutput] = []  # not handed out yet, since log-probabilities of prompts are written
+        self._written: dict[str, tuple[deque[TokenLogprob | None], PromptLogprobs]] = {}  # those left, and the others
         self._failures = 0
         self._drained_by: float | None = None  # no further requests; those that it has get until then
         self._sender = make_sender(engine)
@@ -322,21 +325,28 @@ class EngineServer:
         return outputs
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        """One prompt's log-probabilities at a time: writing them takes milliseconds. Others' wait for the next turn."""
-        owners, late, written = self._owners, set[str](), False
+        """Log-probabilities of prompts take milliseconds to write, and to forget: LOGPROBS_A_TURN are. Who has more is
+        told in a later turn, and all that comes behind it."""
+        owners, late, room = self._owners, set[str](), LOGPROBS_A_TURN
         outputs, self._late = [*self._late, *outputs], []
         for output in outputs:
             if self._sender is not None and self._sender.take(output):
                 continue
             request_id = output.request_id
             owner = owners.get(request_id)
-            entries = None if owner is None else output.prompt_logprobs
-            if request_id in late or (entries is not None and written):
-                self._late.append(output)
-                late.add(request_id)
-                continue
-            prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
-            written = written or entries is not None
+            if output.prompt_logprobs is not None:
+                self._written[request_id] = deque(output.prompt_logprobs), PromptLogprobs()
+                output.prompt_logprobs = None
+            prompt_logprobs = None
+            if request_id in self._written:
+                entries, prompt_logprobs = self._written[request_id]
+                if owner is not None and request_id not in late:
+                    room -= prompt_logprobs.take(entries, room)
+                if owner is not None and entries:
+                    self._late.append(output)
+                    late.add(request_id)
+                    continue
+                del self._written[request_id]
             for new in output.outputs:
                 reason, cached, spans, left = None, 0, None, False
                 if new.finish_reason is not None:
