@@ -89,9 +89,10 @@ def test_pieces_are_the_whole() -> None:
     assert list(in_blocks(pieces(answer()), 50, 0.0)) == [piece for piece in pieces(answer()) if piece]
 
 
-def test_streams_go_on_while_a_large_answer_is_written(server: Server) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_streams_go_on_while_a_large_answer_is_written(server: Server, streamed: bool) -> None:
     """Written in one go, it would take all turns of the event loop at once."""
-    ask = {"prompt": [[5] * 1000] * 2, "max_tokens": 1, "echo": True, "logprobs": 64, "temperature": 0}
+    ask = {"prompt": [[5] * 1000] * 2, "max_tokens": 1, "echo": True, "logprobs": 64, "stream": streamed}
     with opened(server, 2) as (stream, large):
         stream.sendall(request(STREAM))
         stream.recv(2**16)
@@ -193,6 +194,23 @@ def test_who_does_not_go_on_is_let_go(server: Server, begun: bytes) -> None:
         answer = said(sock)
     assert b"HTTP/1.1 408" in answer
     assert answer.count(b"HTTP/1.1 ") == 1 + (b"readyz" in begun)
+
+
+def test_the_app_is_asked_when_a_body_is_there(server: Server) -> None:
+    """Or when its client waits to be asked for it, or it is longer than is kept for the app."""
+    length = b"Content-Length: 100\r\n"
+    with opened(server, 3) as (silent, asking, long):
+        silent.sendall(HEAD.replace(b"completions", b"nowhere") + length + b"\r\n" + b"x" * 99)
+        asking.sendall(HEAD + length + b"Expect: 100-continue\r\n\r\n")
+        assert asking.recv(100).startswith(b"HTTP/1.1 100")
+        long.sendall(HEAD.replace(b"completions", b"nowhere") + b"Content-Length: 100000\r\n\r\n" + b"x" * 70_000)
+        assert long.recv(100).startswith(b"HTTP/1.1 404")
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.recv(1)
+        silent.setblocking(True)
+        silent.sendall(b"x")
+        assert silent.recv(100).startswith(b"HTTP/1.1 404")
 
 
 def test_silent_connections_give_way(server: Server) -> None:

@@ -1,0 +1,71 @@
+"""The order in which requests begin, and long answers are written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+from mini_infer.serving.api.sse import Running
+from mini_infer.serving.http.turns import AT_ONCE, Turns
+
+
+def test_a_few_begin_in_a_pass_of_the_event_loop_and_clients_take_turns() -> None:
+    async def main() -> None:
+        turns, begun, seen = Turns(), list[str](), list[int]()
+        for number in range(50):
+            turns.take("many", partial(begun.append, f"many {number}"))
+        turns.take("one", partial(begun.append, "one 0"))
+        while len(begun) < 51:
+            await asyncio.sleep(0)  # a pass of the event loop
+            seen.append(len(begun))
+        assert seen == [*range(0, 51, AT_ONCE), 51], "as fast as the loop can"
+        assert begun.index("one 0") == 1
+        assert [name for name in begun if name != "one 0"] == [f"many {number}" for number in range(50)]
+        turns.take("many", partial(begun.append, "last"))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert begun[-1] == "last"
+
+    asyncio.run(main())
+
+
+def test_one_that_fails_takes_none_of_those_that_wait_with_it() -> None:
+    def fail() -> None:
+        raise OSError("its client has gone")
+
+    async def main() -> None:
+        turns, begun, told = Turns(), list[int](), list[object]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        for number in range(3 * AT_ONCE):
+            turns.take("one", fail if number % 4 == 1 else partial(begun.append, number))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert begun == [number for number in range(3 * AT_ONCE) if number % 4 != 1]
+        assert len(told) == 3 * AT_ONCE // 4
+
+    asyncio.run(main())
+
+
+def test_long_answers_are_written_a_block_at_a_time_whosever_they_are() -> None:
+    async def main() -> None:
+        running, made, sent = Running(), list[str](), list[bytes]()
+        unread = asyncio.Event()
+
+        def blocks(name: str) -> Iterator[bytes]:
+            for number in range(3):
+                made.append(name)
+                yield f"{name}{number}".encode()
+
+        writing = [
+            asyncio.ensure_future(running.write(blocks("a"), lambda block: sent.append(block))),
+            asyncio.ensure_future(running.write(blocks("b"), lambda block: unread.wait())),  # type: ignore[arg-type,return-value]
+        ]
+        await writing[0]
+        assert sent == [b"a0", b"a1", b"a2"]
+        assert made.count("b") == 1, "nobody waits for who does not read, and no more is made for him"
+        unread.set()
+        await writing[1]
+        assert made.count("b") == 3
+
+    asyncio.run(main())
