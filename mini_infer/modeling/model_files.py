@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ _SINGLE = "model.safetensors"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _LFS_POINTER = b"version https://git-lfs"
 _HUB_ANSWERS_S = 1.5  # else it cannot be reached; its own client would try again for a minute
+_HUB_PATIENCE = "HF_HUB_ETAG_TIMEOUT"  # of its own client: seconds to wait for such an answer
 _INSTEAD = (
     "Give a folder with config.json and safetensors, a hub name that can be reached or is in its cache, or tiny-target"
 )
@@ -77,12 +79,16 @@ def _asked(path: str) -> str:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    answer = [f"it does not answer within {_HUB_ANSWERS_S:g} s"]
+    try:
+        patience = float(os.environ[_HUB_PATIENCE])
+    except (KeyError, ValueError):
+        patience = _HUB_ANSWERS_S
+    answer = [f"it does not answer within {patience:g} s ({_HUB_PATIENCE}=30 waits for longer)"]
 
     def ask() -> None:
         try:
             request = urllib.request.Request(hf_hub_url(path, "config.json"), method="HEAD", headers=build_hf_headers())
-            urllib.request.urlopen(request, timeout=_HUB_ANSWERS_S).close()
+            urllib.request.urlopen(request, timeout=patience).close()
             answer[0] = ""
         except urllib.error.HTTPError as error:
             missing = f"it has no such model, or none that you may read ({error.code})"
@@ -93,7 +99,7 @@ def _asked(path: str) -> str:
     # In a thread, since looking up a host's name takes as long as it likes.
     asking = Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(_HUB_ANSWERS_S)
+    asking.join(patience)
     return answer[0]
 
 

@@ -2,6 +2,7 @@
 
 /tmp/mini-infer-x1/engine-0-prompts
 tcp://10.0.0.3:41234/4f1c62...        the key, which keeps out whoever else is on the network; nothing is encrypted
+tcp://[fd00::3]:41234/4f1c62...
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ _KEY_S = 5.0  # in which a connection says its key
 _CONNECT_S = 2.0  # else nobody is there; an engine's streams wait meanwhile
 # A machine that is lost says nothing: its connections end after about 15 s.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5, socket.TCP_USER_TIMEOUT: 15_000}
+
+
+def listen(host: str) -> socket.socket:
+    """On a free port of it, IPv4 or IPv6. Raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family, backlog=BACKLOG)
 
 
 def new_key() -> bytes:
@@ -51,7 +58,7 @@ def reach(address: str) -> socket.socket:
     if address.startswith(_TCP):
         place, _, key = address.removeprefix(_TCP).partition("/")
         host, _, port = place.rpartition(":")
-        return _watched(connect_with(bytes.fromhex(key), (host, int(port))))
+        return _watched(connect_with(bytes.fromhex(key), (host.strip("[]"), int(port))))
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(address)
@@ -72,12 +79,13 @@ class Door(NamedTuple):
     def open(cls, where: str) -> Door:
         """
         Args:
-            where: the path of a Unix socket, or tcp://HOST: then on a free port of it.
+            where: the path of a Unix socket, or tcp://HOST, where that is a name or an address: then on a free port.
         """
         if where.startswith(_TCP):
-            host, key = where.removeprefix(_TCP), new_key()
-            listener = socket.create_server((host, 0), backlog=BACKLOG)
-            return cls(listener, f"{where}:{listener.getsockname()[1]}/{key.hex()}", key)
+            host, key = where.removeprefix(_TCP).strip("[]"), new_key()
+            listener = listen(host)
+            host = f"[{host}]" if ":" in host else host
+            return cls(listener, f"{_TCP}{host}:{listener.getsockname()[1]}/{key.hex()}", key)
         with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
             os.unlink(where)
         listener = socket.socket(socket.AF_UNIX)

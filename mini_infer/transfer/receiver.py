@@ -32,6 +32,8 @@ from mini_infer.transfer.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+SLOW_S = 0.1  # to be told that nobody is at an address
+AWAY_S = 30.0  # for which such an address is not tried again: the engine's streams wait meanwhile
 COPIES_END_S = 1.0  # after the process whose GPU makes them has ended
 
 
@@ -72,6 +74,7 @@ class Receiver(NoReceiver):
         # Of the engine's thread and of those of links:
         self._changes = threading.Condition()
         self._links: dict[str, Link] = {}
+        self._away: dict[str, float] = {}  # addresses, until when
         self._unlike: set[Link] = set()  # those that lead to an engine which computes nothing for this one
         self._ahead: dict[Link, float] = {}  # seconds that the clock of another machine is
         self._asked: dict[int, _Asked] = {}
@@ -84,6 +87,10 @@ class Receiver(NoReceiver):
                 asked.cancelled = True
                 asked.link.send(Cancel(transfer_id))
         for ask in asks:
+            if self._clock() < self._away.get(ask.at, 0.0):
+                self._end(ask.transfer_id, None)
+                continue
+            started = time.perf_counter()
             try:
                 with self._changes:
                     link = self._links.get(ask.at) or self._connect(ask.at)
@@ -94,6 +101,8 @@ class Receiver(NoReceiver):
                     link.send(ask)
             except OSError as error:
                 logger.warning("no engine computes prompts at %s: %s", ask.at, error)
+                if time.perf_counter() - started > SLOW_S:
+                    self._away[ask.at] = self._clock() + AWAY_S
                 self._end(ask.transfer_id, None)
 
     def _connect(self, address: str) -> Link:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.executor.plan_ring import DATA_BYTES, KEPT, PlanRing, RingFiles
+from mini_infer.runtime.executor.plan_ring import DATA_BYTES, KEPT, PlanRing, RingFiles, _decode, _encode
 
 SIZE = 3
 
@@ -56,6 +58,23 @@ def test_plans_arrive_as_they_were_sent(files: RingFiles) -> None:
     assert [ring.send(record) for record in ("the next one", (rows, 3), (odd, 4))] == [1, 2, 3]
     for queue_ in received:
         assert take(queue_, 4) == [(0, (plan, 0)), (1, "the next one"), (2, (rows, 3)), (3, (odd, 4))]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"req_indices": [np.int64(3), 4]},
+        {"starts": [7, np.int32(40)]},
+        {"samples": [np.True_, False]},
+        {"growths": [Growth(3, 1, [np.int64(9)])]},
+        {"drafts": {1: (5, np.int64(6))}},
+        {"drafts": {np.int64(1): (5, 6)}},
+    ],
+)
+def test_numbers_of_numpy_arrive_as_numbers(odd: dict[str, Any]) -> None:
+    """marshal would take them for bytes."""
+    plan = StepPlan(6, [3, 4], [7, 40], [1, 1], [True, False], 2, drafts={1: (5, 6)})._replace(**odd)
+    assert _decode(_encode((plan, 1))) == (plan, 1)
 
 
 @pytest.mark.parametrize("nap_s", [0.0, 0.001])

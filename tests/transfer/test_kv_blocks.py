@@ -16,14 +16,14 @@ from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
-from mini_infer.transfer import address
+from mini_infer.transfer import address, receiver
 from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
 from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
 from mini_infer.transfer.pusher import LOST, Pusher
-from mini_infer.transfer.receiver import Receiver
+from mini_infer.transfer.receiver import AWAY_S, Receiver
 from mini_infer.transfer.shares import Holding, Piece, Share, pieces
 from mini_infer.transfer.stream import take_blocks
 
@@ -220,8 +220,10 @@ def test_a_link_carries_messages_and_bytes_until_one_side_is_gone() -> None:
     assert other.ended
 
 
-@pytest.mark.parametrize("where", ["tcp://127.0.0.1", "socket"])
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1", "tcp://::1", "tcp://[::1]", "tcp://localhost", "socket"])
 def test_a_door_lets_in_who_has_its_address(tmp_path: Path, where: str) -> None:
+    if "::" in where and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
     door = Door.open(where if "//" in where else str(tmp_path / where))
     heard: list[Message] = []
     near = reach(door.address)
@@ -249,7 +251,7 @@ def test_a_door_lets_in_who_has_its_address(tmp_path: Path, where: str) -> None:
     near.sendall(b"\x03\0\0\0" + bytes(8) + b"{}}")  # what is no message ends it
     _wait(lambda: link.ended and one.ended)
     if door.key is not None:
-        with socket.create_connection(door.listener.getsockname()) as stranger:
+        with socket.create_connection(door.listener.getsockname()[:2]) as stranger:
             stranger.sendall(bytes(len(door.key)))
             with pytest.raises(PermissionError):
                 door.admit(door.listener.accept()[0])
@@ -268,6 +270,15 @@ def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
                 with pytest.raises(TimeoutError):
                     reach(f"tcp://127.0.0.1:{place[1]}/{address.new_key().hex()}")
                 assert time.monotonic() - start < 5
+            at, now, tried = f"tcp://127.0.0.1:{place[1]}/{address.new_key().hex()}", [100.0], list[str]()
+            monkeypatch.setattr(receiver, "reach", lambda place: tried.append(place) or reach(place))
+            asking = Receiver(Hello({}, None, "here"), lambda *_: None, clock=lambda: now[0])
+            for seconds, times in ((0.0, 1), (0.0, 1), (AWAY_S, 2)):  # it is remembered for a while
+                now[0] += seconds
+                asking.start([Ask(1, at, [5, 6], "", 0, 2, [3])], [])
+                assert [arrival.handover for arrival in asking.poll()] == [None]
+                assert len(tried) == times
+            asking.close()
 
 
 def test_another_machine_s_clock_is_another_one() -> None:

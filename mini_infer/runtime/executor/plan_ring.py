@@ -61,12 +61,22 @@ _GROWTHS = StepPlan._fields.index("growths")
 def _encode(record: Any) -> bytes:
     """A kind, and the record. Rows alone, which is what most plans are, take marshal half of pickle's time."""
     plan = record[0] if isinstance(record, tuple) else None
-    if isinstance(plan, StepPlan) and not (plan.admissions or plan.transfers or plan.pushes or plan.prompt_logprobs):
+    if isinstance(plan, StepPlan) and _is_plain(plan):
         fields: list[Any] = list(plan)
         fields[_GROWTHS] = [tuple(growth) for growth in plan.growths]
         with contextlib.suppress(ValueError):  # something else is in it that is not of Python's own
             return bytes([_PLAIN]) + marshal.dumps((fields, *record[1:]), 2)
     return bytes([_PICKLED]) + pickle.dumps(record, protocol=5)
+
+
+def _is_plain(plan: StepPlan) -> bool:
+    """Made of Python's own: marshal would write a number of NumPy's as bytes. A sum that has one in it is one."""
+    if plan.admissions or plan.transfers or plan.pushes or plan.prompt_logprobs:
+        return False
+    sums = [sum(column) for column in (plan.req_indices, plan.starts, plan.counts, plan.samples, plan.following)]
+    sums += [sum(plan.drafts), *map(sum, plan.drafts.values())]
+    sums += [req_index + first + sum(blocks) for req_index, first, blocks in plan.growths]
+    return set(map(type, sums)) == {int}
 
 
 def _decode(data: bytes) -> Any:

@@ -23,7 +23,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.gpus import engines_asked, needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
 from mini_infer.serving.processes.relay import Relay
-from mini_infer.transfer.address import connect_with, new_key
+from mini_infer.transfer.address import connect_with, listen, new_key
 
 try:
     import ray
@@ -84,11 +84,11 @@ class _Host:
     def __init__(self, config: dict[str, Any], max_queued: int, key: bytes) -> None:
         here = ray.util.get_node_ip_address()
         self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued, prompts_at=f"tcp://{here}")
-        self._listener = socket.create_server((here, 0), backlog=BACKLOG)
+        self._listener = listen(here)
         Relay(self._listener, self._connect, key)
 
     def address(self) -> tuple[str, int]:
-        return self._listener.getsockname()
+        return self._listener.getsockname()[:2]
 
     def end(self) -> str:
         """Waits for the engine's, and says how it ended."""
