@@ -213,12 +213,16 @@ def test_the_app_is_asked_when_a_body_is_there(server: Server) -> None:
         assert silent.recv(100).startswith(b"HTTP/1.1 404")
 
 
-def test_silent_connections_give_way(server: Server) -> None:
+@pytest.mark.parametrize("begun", [b"", HEAD + b"Content-Length: 500\r\n\r\n{"], ids=["nothing", "a body"])
+def test_silent_connections_give_way(server: Server, begun: bytes) -> None:
     """To whoever has something to say: there are more of them than there may be connections."""
     with opened(server, 1) as (stream,):
         stream.sendall(request(STREAM))
         stream.recv(2**16)
-        with opened(server, 150):
+        with opened(server, 150) as silent:
+            for sock in silent:
+                with contextlib.suppress(OSError):  # it is closed already
+                    sock.sendall(begun)
             assert healthz(server)[0] == 200
         assert stream.recv(2**16)
 
@@ -358,7 +362,7 @@ def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys
         alone = streams(server, min(seconds, 60))
         until = time.monotonic() + seconds
         attackers = [
-            threading.Thread(target=attack_all, args=[server, until, False, name], daemon=True) for name in ATTACKS
+            threading.Thread(target=attack_from_elsewhere, args=[server, until, name], daemon=True) for name in ATTACKS
         ]
         for attacker in attackers:
             attacker.start()
@@ -380,6 +384,12 @@ def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys
         assert after["processes"] == before["processes"]
         assert after["shared memory"] == before["shared memory"]
         assert after["MiB"] < 2 * before["MiB"] + 512
+
+
+def attack_from_elsewhere(server: Server, until: float, name: str) -> None:
+    """Attackers have computers of their own: what they do here takes what the server and its clients leave."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    attack_all(server, until, False, name)
 
 
 def attack_all(server: Server, until: float, small: bool, *names: str) -> None:

@@ -75,7 +75,7 @@ class Connections:
 
     def make_room(self) -> bool:
         """Closes some that wait for their client to speak; whether there were any."""
-        silent = list(islice(chain(self._heads, self._idle), AT_ONCE))
+        silent = list(islice(chain(self._heads, self._idle, self._bodies), AT_ONCE))
         for connection in silent:
             connection.transport.abort()
             self.closed(connection)
