@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 
-YOUNG_OBJECTS = 10_000  # more than a step makes that die by themselves; they take a few milliseconds
 
+def settle(young_objects: int) -> None:
+    """For when all is there that lives as long as the process: the collector never looks at that again. By default it
+    looks at all others once they are a quarter as many as start-up has made, which is a pause of 60 ms; now it is a
+    quarter of what there was when it last looked.
 
-def settle() -> None:
-    """For when all is there that lives as long as the process: the collector never looks at that again.
-
-    By default it looks at young objects twice a step, and at all of them once their number has grown by a quarter of
-    what start-up has made: a pause of 60 ms. Now it is a quarter of what there is at the time.
+    Args:
+        young_objects: that it looks at in one go, up to a microsecond each. It should not look several times a step, at
+            what dies by itself.
     """
     gc.collect()
     gc.freeze()
     gc.collect()  # of nothing: so many there are now
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.set_threshold(young_objects, 5, 20)  # what was left of so many looks is looked at again

@@ -140,6 +140,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._limits.closed(self)
         self._on_end()
+        if self._begin is not None:  # nobody ends it, and it refers to this connection: left to the garbage collector
+            self._begin = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if not self._in_body and not self._head_bytes:

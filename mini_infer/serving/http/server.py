@@ -23,6 +23,7 @@ from mini_infer.serving.http.handover import Handover
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
+YOUNG_OBJECTS = 2000  # before the garbage collector looks at them
 SWITCH_S = 0.001  # after which a thread that parses or encodes something long lets the event loop have Python
 BACKSTOP_S = 5  # beyond shutdown_timeout, for answers to be sent
 
@@ -56,7 +57,7 @@ async def serve(
         starting = app.router.lifespan_context(app)
         await starting.__aenter__()
     _pass_signals_to(server)
-    settle()
+    settle(YOUNG_OBJECTS)
     sys.setswitchinterval(SWITCH_S)
     try:
         await server.serve()

@@ -56,6 +56,7 @@ FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 CANNOT_START = 2  # exit code
 RESTART_S = 5.0  # about, for clients that nobody else can serve
+YOUNG_OBJECTS = 10_000  # before the garbage collector looks at them
 LOGPROBS_A_TURN = 2**14  # of prompts: a millisecond or two
 LAST_FLUSH_S = 1.0  # for what clients have not read when a drained engine ends
 
@@ -400,7 +401,7 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int, prompts_
         if isinstance(error, MiniInferError):  # says all there is to say, and whoever listens prints it
             sys.exit(CANNOT_START if listeners else f"the engine cannot start: {error}")
         raise
-    settle()
+    settle(YOUNG_OBJECTS)
     with contextlib.suppress(Restarting):  # whom it concerns has been told
         EngineServer(engine, listener, max_queued, prompts_at).serve()
 
