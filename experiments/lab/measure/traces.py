@@ -32,7 +32,7 @@ class RequestTrace:
     shared_tokens: int = 0  # leading prompt tokens that the workload means to be found in a prefix cache
     error: str = ""  # why it has no complete answer
     tells_tokens: bool = True  # false of a server that streams text alone: token_ids is empty then
-    spans: Mapping[str, float] = field(default_factory=dict, hash=False)  # of RequestMetrics.spans, where somebody tells them
+    spans: Mapping[str, float] = field(default_factory=dict, hash=False)  # of RequestMetrics.spans, where told
 
     @property
     def ttft(self) -> float | None:
