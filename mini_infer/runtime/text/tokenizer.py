@@ -16,9 +16,8 @@ from mini_infer.runtime.text.conversation import Conversation, checked_messages,
 
 VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_importing = (
-    threading.Lock()
-)  # transformers imports its parts when they are asked for, which two threads cannot at once
+# transformers imports its parts when they are asked for, which two threads cannot at once.
+_importing = threading.Lock()
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
