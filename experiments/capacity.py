@@ -185,8 +185,8 @@ class Capacity(Experiment):
     def _fewest(self, settings: Mapping[str, Any]) -> Plan:
         most, low, high = self.spec.most_replicas, 0, 1
         found = self._simulated(settings, high)
-        if not found.keeps and most > 1:
-            all_there_may_be = self._simulated(settings, most)
+        if not found.keeps:
+            all_there_may_be = self._simulated(settings, most) if most > 1 else found
             if not all_there_may_be.keeps:
                 return min(found, all_there_may_be, key=lambda plan: plan.order)
         while not found.keeps:

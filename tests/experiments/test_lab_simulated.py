@@ -203,6 +203,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     fewer = plan(compose_config, most_replicas=count - 1).notes[0]
     assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
     assert f"The nearest is replicas={count - 1}: " in fewer
+    assert "The nearest is replicas=1: " in plan(compose_config, settings={}, most_replicas=1).notes[0]
 
 
 def test_drafts_are_planned_too(compose_config) -> None:
