@@ -161,11 +161,13 @@ class Fleet(Probe):
             _advance(cluster, due, seen)
             cluster.send("", *self._request(case, rng), due)
         _advance(cluster, None, seen)
-        return {
+        found = {
             **self._told([one for one in seen if one.arrival_s >= SETTLING * window]),
             "broken_share": num_broken / (num_broken + len(seen)),
             "route_us": self._route_us(routers[0], case, rng),
         }
+        gc.unfreeze()  # else this cluster is there as long as the run
+        return found
 
     def _replica(self) -> Replica:
         spec = self.spec
