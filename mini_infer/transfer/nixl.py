@@ -124,11 +124,13 @@ class NixlLink:
 
 
 class NixlTarget(Target):
-    """One transfer."""
+    """One transfer. Nothing is written behind a write that has failed: the other engine is told so, and gives blocks
+    away. And each would wait for somebody who is gone."""
 
     def __init__(self, link: NixlLink) -> None:
         self._link = link
         self._writes: list[Future[float]] = []
+        self._lost: OSError | None = None
 
     def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
         parts = self._link.rows(layer, pairs)
@@ -143,15 +145,21 @@ class NixlTarget(Target):
         if computed is not None:
             computed.synchronize()
         started = time.perf_counter()
-        for part in parts:
-            self._link.agent.write(*part)
+        try:
+            for part in parts if self._lost is None else ():
+                self._link.agent.write(*part)
+        except OSError as error:
+            self._lost = error
         return time.perf_counter() - started
 
     def settle(self) -> None:
         wait(self._writes)
 
     def end(self) -> float:
-        return sum(write.result() for write in self._writes)
+        seconds = sum(write.result() for write in self._writes)
+        if self._lost is not None:
+            raise self._lost
+        return seconds
 
 
 def _placed(other: Reachable, holding: Holding) -> KVStore:
