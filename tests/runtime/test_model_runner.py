@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, Transfer
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor
 from mini_infer.runtime.worker import model_runner
 
 
@@ -68,3 +70,15 @@ def test_a_plan_without_rows_is_waited_for(events: FakeEvents) -> None:
     assert len(events.waiting) == 1
     assert runner.collect(launched).tokens == []
     assert not events.waiting
+
+
+def test_rows_with_adapters_run_no_graph_that_has_none() -> None:
+    """Where memory was left for the graphs of steps without adapters alone."""
+    runner: Any = make().executor.runner
+    drafts = StepPlan.alike(2, 4, 3, decode=True)
+    runner._follows = True
+    runner.graphs._captured = {BatchDescriptor(2, 3): None}
+    assert runner._rows_alone(drafts) in runner.graphs._captured
+    runner._model.adapters = SimpleNamespace(active=True)
+    assert runner._rows_alone(drafts) == BatchDescriptor(2, 3, adapted=True)
+    assert runner._rows_with_drafts(drafts)[1] == BatchDescriptor(2, 3, adapted=True)

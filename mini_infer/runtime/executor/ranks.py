@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
-from mini_infer.core.errors import MiniInferError, RankError
+from mini_infer.core.errors import MiniInferError, ModelError, RankError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.parallel.all_reduce import open_store, wait_for
@@ -71,8 +71,12 @@ class RanksExecutor(LocalExecutor):
         ranks.release = self._worker.release_graphs
 
     def load_adapter(self, path: str) -> str:
-        key = super().load_adapter(path)  # what is wrong with it is found before others are told
-        self.runner.load_adapter(path)
+        key = super().load_adapter(path)  # what is wrong with layers that are here is found before others are told
+        if not self.runner.load_adapter(path):
+            self.runner.forget_adapter(key)
+            raise ModelError(
+                f"adapter {path} does not fit layers that ranks of other stages have: their log, above, says which"
+            )
         return key
 
     def close(self) -> None:
@@ -281,8 +285,8 @@ class RankedRunner:
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         self.everywhere("force_token", req_index, position, token_id)
 
-    def load_adapter(self, path: str) -> None:
-        self.everywhere("load_adapter", path)
+    def load_adapter(self, path: str) -> bool:
+        return all(self.everywhere("load_adapter", path))
 
     def forget_adapter(self, key: str) -> None:
         self.everywhere("forget_adapter", key)

@@ -11,6 +11,7 @@ who speculates are parts that it is given; the dry model is one of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mini_infer.core.errors import ModelError
 from mini_infer.core.plan import NO_DRAFT, NONE, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.parallel.expert_meter import traffic_of
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # it is handed them
     from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
     from mini_infer.transfer.pusher import Pusher
+
+logger = logging.getLogger(__name__)
 
 
 class LaunchedStep(NamedTuple):
@@ -137,7 +141,7 @@ class Runner:
         num_rows, query_len = plan.num_rows, plan.counts[-1]  # rows with more drafts come later
         descriptor = self.graphs.fit(num_rows, query_len, self._adapted)
         if descriptor is None and (plan.following or (plan.num_drafts and self._follows)):
-            return BatchDescriptor(num_rows, query_len)
+            return BatchDescriptor(num_rows, query_len, self._adapted)
         return descriptor
 
     @property
@@ -212,8 +216,8 @@ class Runner:
         if not plan.num_drafts:
             return n, BatchDescriptor(0)
         first = next(row for row in range(n) if plan.counts[row] > 1)
-        size = n - first, plan.counts[n - 1]
-        return first, self.graphs.fit(*size, self._adapted) or BatchDescriptor(*size)
+        size = n - first, plan.counts[n - 1], self._adapted
+        return first, self.graphs.fit(*size) or BatchDescriptor(*size)
 
     def _sources(self, sampled: Samples, first: int, num_rows: int) -> IntArray:
         """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it. Drafts were made of
@@ -274,10 +278,15 @@ class Runner:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
         return () if self.transfers is None else self.transfers.poll(wait)
 
-    def load_adapter(self, path: str) -> None:
-        """As Adapters.load."""
+    def load_adapter(self, path: str) -> bool:
+        """As Adapters.load. Whether it can be served: if not, the log says why."""
         assert self._model.adapters is not None, "the engine has asked"
-        self._model.adapters.load(path)
+        try:
+            self._model.adapters.load(path)
+        except ModelError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     def forget_adapter(self, key: str) -> None:
         """As Adapters.forget."""
