@@ -61,7 +61,8 @@ class MoE(nn.Module):
         alone = dataclasses.replace(build, parallel=ONE_RANK)
         if self._ranks.size > 1:
             self._exchange = ExpertExchange(build.experts, self.num_experts + redundant, build.kernels)
-            build = alone  # whoever has an expert has all of it
+            # Whoever has an expert has all of it. Adapters know all tokens of a step, and here a rank has some of them.
+            build = alone = dataclasses.replace(alone, adapters=None)
         self._parallel = build.parallel
         self.gate = Router(name, size, spec.router, build)
         self.experts = Experts(f"{name}.experts", size, spec, build)

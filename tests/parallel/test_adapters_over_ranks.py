@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from integrity import check_scheduler
+from test_expert import SHAPE as MIXTURE
 
 from mini_infer import EngineConfig, LLMEngine, ModelError, SamplingParams
 from mini_infer.assets.adapters import random_adapter, write_adapter
@@ -38,12 +39,17 @@ def test_ranks_give_the_tokens_of_one(
     layout: dict[str, int], folders: list[str], make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     lora = {"max_adapters": 1, "adapters": {"one": folders[0]}}  # one slot: they take turns
+    first = {name: t[:, :-1].contiguous() for name, t in random_adapter(MODEL, rank=8, seed=0, targets="q_proj").items()
+             if ".layers.0." in name}  # fmt: skip
+    wrong = write_adapter(tmp_path / "wrong", first, rank=8, alpha=8)
     found = []
     for parallel in ({"tensor": 1}, layout):
         engine = make_engine(parallel["tensor"], lora=lora, parallel=parallel, cache={"block_size": 4})
         bad = write_adapter(tmp_path / str(len(found)), {}, rank=99, alpha=8)
         with pytest.raises(ModelError, match="has rank 99"):
             engine.adapters.load("two", bad)
+        with pytest.raises(ModelError, match=r"another model's|layers that ranks of other stages have"):
+            engine.adapters.load("two", wrong)
         engine.adapters.load("two", folders[1])
         found.append([answers(engine), answers(engine)])
         engine.adapters.unload("one")
@@ -79,3 +85,21 @@ def test_so_it_is_to_the_bit(make_engine: MakeEngine, tmp_path: Path) -> None:
         found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+def test_ranks_that_share_experts_leave_adapters_to_the_other_products(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Of shared experts a rank computes its own tokens, and adapters know all of the step's."""
+    config, folders = EngineConfig.from_dict({"model": MIXTURE}).model, {}
+    for name, targets in (("dense", "o_proj,layers.0.mlp.down_proj"), ("shared", "shared_experts.down_proj")):
+        tensors = random_adapter(config, rank=4, seed=0, scale=2.0, targets=targets)
+        folders[name] = write_adapter(tmp_path / name, tensors, rank=4, alpha=4)
+    lora = {"max_adapters": 1, "adapters": {"dense": folders["dense"]}}
+    found = []
+    for expert in (1, 2):
+        engine = make_engine(tensor=1, model=MIXTURE, lora=lora, parallel={"expert": expert})
+        outputs = engine.generate([[3, 1, 4, 1, 5]] * 3, GREEDY, adapters=["dense", None, "dense"])
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    with pytest.raises(ModelError, match=r"shared_experts\.down_proj.*of no product that adapters can be added to"):
+        engine.adapters.load("shared", folders["shared"])
