@@ -90,7 +90,8 @@ class Adapters:
         for name, path in self._config.adapters.items():
             self.keys[name] = self.load(path)
         for name in self._config.dummy_names:
-            self.keys[name], self._loaded[name] = name, self._draw(name)
+            self.keys[name] = key = f"{name} of rank {self._config.max_rank}"  # others are drawn for another
+            self._loaded[key] = self._draw(name)
 
     def load(self, path: str) -> str:
         """Reads a PEFT folder to host memory, unless an equal one is there. Returns its key. Raises ModelError, and

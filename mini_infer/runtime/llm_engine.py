@@ -307,7 +307,8 @@ class LLMEngine:
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 fork_of=leader,
                 adapter=adapter,
-                cache_salt=f"{cache_salt}\0{adapter}" if adapter else cache_salt,
+                # No key has a NUL in it: whatever salt is sent, it makes no other adapter's.
+                cache_salt=f"{adapter}\0{cache_salt}" if adapter or cache_salt else "",
                 constraint=None if grammar is None else grammar.start(),
                 **about,
             )

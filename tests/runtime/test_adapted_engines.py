@@ -241,6 +241,23 @@ def test_equal_prompts_share_blocks_under_the_same_adapter_alone(make: Callable[
     assert min(hits) > 0
 
 
+def test_no_salt_makes_the_blocks_of_an_adapter(make: Callable[..., LLMEngine], folders: dict[str, str]) -> None:
+    engine, key = make(cache={"block_size": 4}), PeftFolder.read(folders["one"], 64).key
+
+    def cached(name: str | None, salt: str) -> int:
+        engine.add_request(PROMPTS[1] * 3, GREEDY, adapter=name, cache_salt=salt, stream=False)
+        while not (outputs := engine.step()):
+            pass
+        metrics = outputs[0].outputs[0].metrics
+        assert metrics is not None
+        return metrics.num_cached_tokens
+
+    assert cached("one", "mine") == 0
+    assert cached("one", "mine") > 0
+    for salt in ("mine", f"mine\0{key}", f"{key}\0mine", f"\0mine\0{key}"):
+        assert cached(None, salt) == 0
+
+
 def test_adapters_come_and_go_while_requests_run(make: Callable[..., LLMEngine], folders: dict[str, str]) -> None:
     engine = make(names={"one": folders["one"]})
     expected = tokens(engine, PROMPTS[0], GREEDY, "one")
@@ -329,6 +346,8 @@ def test_a_file_that_is_cut_short_says_so(engine: LLMEngine, folders: dict[str, 
     bad.unlink()
     with pytest.raises(ModelError, match=r"has no adapter_model\.safetensors"):
         engine.adapters.load("bad", str(bad.parent))
+    with pytest.raises(ModelError, match="cannot be read: Could not determine home directory"):
+        engine.adapters.load("bad", "~nobody-of-this-name/adapter")
 
 
 @pytest.mark.parametrize(
@@ -362,6 +381,9 @@ def test_random_ones_are_the_same_from_run_to_run(make: Callable[..., LLMEngine]
         engine = make(slots=2, names={}, lora={"dummy": 2})
         found.append(tokens(engine, [PROMPTS[0]] * 3, GREEDY, ["dummy-0", "dummy-1", None]))
     assert found[0] == found[1]
+    other = make(slots=2, names={}, lora={"dummy": 2, "max_rank": 8})
+    assert tokens(other, PROMPTS[0], GREEDY, "dummy-0") != found[0][:1], "as another rank has it"
+    assert other.adapters.key("dummy-0") != engine.adapters.key("dummy-0"), "files of prefixes tell them apart"
 
 
 def test_an_engine_without_any_says_how_to_have_some(folders: dict[str, str]) -> None:
