@@ -14,6 +14,7 @@ from experiments.lab.judge.exact_gate import ExactGate
 from mini_infer import EngineConfig
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import LoraConfig
 from mini_infer.kernels.sampling import draw
 from mini_infer.runtime.sampling import sampler
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
@@ -58,6 +59,13 @@ def test_an_engine_without_faults_passes(gate: ExactGate, variant: str) -> None:
     assert found.total_tokens > 300
     assert found.covers(variant, "any point")
     assert not found.covers("another variant", "")
+
+
+def test_adapters_of_folders_have_random_ones_in_their_place() -> None:
+    lora = LoraConfig(max_adapters=2, adapters={"mine": "of another model"}, dummy=1)
+    asked = replace(config("as it is", "cpu"), lora=lora)
+    for shrink in (exact_gate._stressed, exact_gate._shrunk):
+        assert shrink(asked).lora == replace(lora, adapters={}, dummy=2)
 
 
 def _orphaned(monkeypatch: pytest.MonkeyPatch) -> None:

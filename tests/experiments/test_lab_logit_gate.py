@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from experiments import ablation
 from experiments.lab.judge import logit_gate
 from experiments.lab.judge.claims import Bound, Claim, Verdict, judge
 from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.measure import cells
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.grids import Sheet
@@ -58,12 +61,14 @@ def config(dtype="bfloat16", **sections):
 
 
 def test_the_model_keeps_its_shape_and_loses_layers():
-    small = logit_gate.shrunk(config(scheduler={"max_num_batched_tokens": 512, "max_num_seqs": 256}))
+    scheduler, lora = {"max_num_batched_tokens": 512, "max_num_seqs": 256}, {"max_adapters": 1, "dummy": 1}
+    small = logit_gate.shrunk(config(scheduler=scheduler, lora=lora))
     assert small.model.hf_config["num_hidden_layers"] == 2
     assert small.model.hf_config["layer_types"] == ["full_attention"] * 2
     assert SHAPE["num_hidden_layers"] == 5  # and the one that was given stays as it was
     assert (small.model.max_model_len, small.cache.num_blocks, small.cache.memory_gib) == (512, 128, None)
     assert small.scheduler.max_num_batched_tokens == 512  # chunks are what they were
+    assert small.lora.max_adapters == 0
     assert logit_gate.shrunk(small) == small
 
 
@@ -187,6 +192,13 @@ def test_tokens_that_rounding_or_a_decree_chooses_are_not_compared(build, change
     variants = {"transformers": {}, "engine": changes}
     found = measured(build("model=tiny", *small, *few, "measure.gates=false", variants=variants)).gates
     assert [gate.passed for gate in found] == gates
+
+
+@pytest.mark.parametrize("lora", [{"adapters": {"mine": "a folder"}}, {"dummy": 1}, {}])
+def test_tokens_of_adapters_are_not_compared(lora):
+    engine = {"model": {"path": "tiny-draft", "device": "cpu"}, "lora": {"max_adapters": 1, **lora}}
+    cell = SimpleNamespace(kind=Kind.engine, engine=EngineConfig.from_dict(engine))
+    assert cells.tokens_must_agree(cell) == (not lora)
 
 
 @pytest.mark.parametrize(("name", "value"), [("gate_logit_error", 0), ("gate_logit_error", -1)])

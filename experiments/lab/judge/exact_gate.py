@@ -36,6 +36,7 @@ from mini_infer.core.config import (
     EngineConfig,
     GraphsConfig,
     Layout,
+    LoraConfig,
     MLAForm,
     ModelConfig,
     Numerics,
@@ -190,7 +191,7 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
     if cache.num_blocks is None:
         cache = replace(cache, memory_gib=(cache.memory_gib or 16) * logit_gate.LAYERS / layers_of(config))
     model = replace(small.model, max_model_len=config.model.max_model_len)
-    return replace(config, model=model, cache=cache, speculation=_real(config.speculation))
+    return replace(config, model=model, cache=cache, speculation=_real(config.speculation), lora=_random(config.lora))
 
 
 def _stressed(config: EngineConfig) -> EngineConfig:
@@ -218,7 +219,13 @@ def _stressed(config: EngineConfig) -> EngineConfig:
             scheduler, max_num_seqs=8, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640
         ),
         speculation=speculation,
+        lora=_random(config.lora),
     )
+
+
+def _random(lora: LoraConfig) -> LoraConfig:
+    """Adapters in folders are of the true model: as many random ones stand for them."""
+    return replace(lora, adapters={}, dummy=lora.dummy + len(lora.adapters))
 
 
 def _real(speculation: SpeculationConfig) -> SpeculationConfig:

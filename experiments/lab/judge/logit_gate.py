@@ -42,6 +42,7 @@ from mini_infer.core.config import (
     GraphsConfig,
     KernelChoice,
     LoadFormat,
+    LoraConfig,
     Numerics,
     ParallelConfig,
     When,
@@ -73,8 +74,8 @@ def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGat
 
 
 def shrunk(config: EngineConfig) -> EngineConfig:
-    """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
-    depend on what the run needs."""
+    """The same shape and settings with few layers, random weights, memory for few sequences, a length that does not
+    depend on what the run needs, and no adapters, which nobody asks for."""
     model = config.model
     shape = dict(model.hf_config or published(model.path))
     shape["num_hidden_layers"] = LAYERS
@@ -89,6 +90,7 @@ def shrunk(config: EngineConfig) -> EngineConfig:
         model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
         cache=bare(config.cache, blocks),
         scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
+        lora=LoraConfig(),
     )
 
 

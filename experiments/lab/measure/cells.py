@@ -118,7 +118,8 @@ def tokens_must_agree(cell: Cell) -> bool:
         return False
     if model.load_format is LoadFormat.dry:
         return True
-    if cell.engine.speculation.method is SpeculationMethod.synthetic or cell.engine.lora.dummy:
+    lora = cell.engine.lora
+    if cell.engine.speculation.method is SpeculationMethod.synthetic or lora.dummy or lora.adapters:
         return False
     if cell.kind.can.own_weights and model.load_format is LoadFormat.dummy:
         return False
