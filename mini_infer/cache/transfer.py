@@ -114,6 +114,7 @@ class KVTransfer:
     def start(self, transfer: Transfer) -> None:
         """Queues the copies behind what the current stream was given so far, whose writes they see; where files are to
         be read first, when they have been."""
+        self._failed.pop(transfer.transfer_id, None)  # another one's: a new scheduler counts from the start
         if not transfer.files:
             self._queue(transfer)
             return

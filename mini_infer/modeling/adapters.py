@@ -161,16 +161,17 @@ class Adapters:
 
     def begin(self, plan: StepPlan) -> None:
         """Takes in the plan's admissions, and whether any of its rows has an adapter."""
-        changed = False
+        of_request = self._of_request.copy()
         for admission in plan.admissions:
             if (slot := admission.adapter_slot) != NO_ADAPTER and self._slots[slot] != admission.adapter:
+                self._slots[slot] = None  # before it is whole
                 self._fill(slot, self._loaded[admission.adapter])
                 self._slots[slot] = admission.adapter
-            changed = changed or self._of_request[admission.req_index] != slot
-            self._of_request[admission.req_index] = slot
-        if changed:
-            now = torch.from_numpy(self._of_request.copy())
+            of_request[admission.req_index] = slot
+        if not np.array_equal(of_request, self._of_request):
+            now = torch.from_numpy(of_request)
             self._on_device.copy_(now if self._beside is None else now.pin_memory(), non_blocking=True)
+            self._of_request = of_request
         self.active = self._always or bool((self._of_request[list(plan.req_indices)] != NO_ADAPTER).any())
 
     def _fill(self, slot: int, layers: Sequence[LoraWeights]) -> None:

@@ -171,6 +171,9 @@ def test_blocks_go_to_files_and_come_back(name: str, device: torch.device, tmp_p
     assert {number: sorted(blocks) for number, blocks in second.failed([2]).items()} == {2: [1, 3]}
     assert second.num_read(2, [0, 1, 2, 3]) == 1
     assert second.num_read(1, [0, 1, 2, 3]) == 4
+    second.start(Transfer(2, False, [(1, 9)], True, [(1, hashes[0])]))
+    assert second.poll(wait=True) == (2,)
+    assert (second.failed([2]), second.num_read(2, [1])) == ({}, 1), "it has the number of another scheduler's"
     for now, then in zip(contents(store), before, strict=True):
         for source, target in ((7, 9), (5, 6)):
             assert torch.equal(now[:, :, target], then[:, :, source])

@@ -20,6 +20,8 @@ from mini_infer.assets.adapters import random_adapter, write_adapter
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.request import NO_ADAPTER, Request
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels.lora import LoraWeights
+from mini_infer.modeling.adapters import Adapters
 from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.scheduler.adapter_slots import AdapterSlots
 
@@ -293,6 +295,24 @@ def test_nothing_is_forgotten_that_a_request_has(make: Callable[..., LLMEngine],
     adapters = engine.executor.runner.model.adapters
     assert adapters is not None
     assert len(adapters._loaded) == 2, "what nobody asks for any more is forgotten"
+
+
+def test_a_step_that_fails_as_a_slot_is_filled_leaves_nothing_half_done(
+    make: Callable[..., LLMEngine], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(slots=1, cache={"prefix_caching": False})
+    expected = tokens(engine, PROMPTS[0], GREEDY, "one")
+    fill = Adapters._fill
+
+    def fails(self: Adapters, slot: int, layers: list[LoraWeights]) -> None:
+        fill(self, slot, layers)
+        raise RuntimeError("in the middle of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapters, "_fill", fails)
+        with pytest.raises(RuntimeError, match="in the middle of it"):
+            engine.generate([PROMPTS[1], PROMPTS[0]], GREEDY, adapters=[None, "two"])
+    assert tokens(engine, PROMPTS[0], GREEDY, "one") == expected
 
 
 def change(folder: str, to: Path, tensors: Callable[[dict[str, torch.Tensor]], Any] | None, **config: Any) -> str:
