@@ -402,7 +402,6 @@ def test_random_ones_are_the_same_from_run_to_run(make: Callable[..., LLMEngine]
         found.append(tokens(engine, [PROMPTS[0]] * 3, GREEDY, ["dummy-0", "dummy-1", None]))
     assert found[0] == found[1]
     other = make(slots=2, names={}, lora={"dummy": 2, "max_rank": 8})
-    assert tokens(other, PROMPTS[0], GREEDY, "dummy-0") != found[0][:1], "as another rank has it"
     assert other.adapters.key("dummy-0") != engine.adapters.key("dummy-0"), "files of prefixes tell them apart"
 
 
