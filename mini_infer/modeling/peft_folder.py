@@ -51,6 +51,13 @@ class PeftFolder:
     @classmethod
     def read(cls, path: str, max_rank: int) -> PeftFolder:
         """Raises ModelError where it is not whole, or no adapter that can be served."""
+        try:
+            return cls._read(path, max_rank)
+        except (OSError, RuntimeError) as error:  # no such user's home, a name too long, nothing that we may look at
+            raise ModelError(f"adapter {path} cannot be read: {error}") from error
+
+    @classmethod
+    def _read(cls, path: str, max_rank: int) -> PeftFolder:
         folder = Path(path).expanduser()
         if not folder.is_dir():
             beside = [str(other) for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
