@@ -235,8 +235,9 @@ def test_no_salt_is_that_of_an_adapter() -> None:
 
         def cached(salt: str, adapter: str | None) -> int:
             engine.add_request([5] * 64, SamplingParams(max_tokens=1), cache_salt=salt, adapter=adapter, stream=False)
+            outputs = []
             while engine.has_unfinished_requests():
-                outputs = engine.step()
+                outputs += engine.step()
             metrics = outputs[0].outputs[0].metrics
             assert metrics is not None
             return metrics.num_cached_tokens
