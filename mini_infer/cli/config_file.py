@@ -85,8 +85,10 @@ def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in objects:
             yield from _flat(value, f"{key}.")
-        elif isinstance(value, (dict, list)):
+        elif isinstance(value, Mapping):
             yield key, json.dumps(value)
+        elif isinstance(value, list):  # --lora is given several times, all others divide by commas
+            yield from ((key, str(text)) for text in (value if key == "lora" else [",".join(map(str, value))]))
         elif value is None or isinstance(value, bool):
             yield key, str(value).lower()
         else:
@@ -105,6 +107,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a name must be a text", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
             seen.add(key.value)

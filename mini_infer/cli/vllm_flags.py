@@ -114,7 +114,9 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
             continue
         if name in INSTEAD:
             raise ConfigError(f"{flag} is vLLM's and has no counterpart here: {INSTEAD[name]}")
-        if not equals and words and not words[0].startswith("-"):
+        # Behind a switch for what is so anyway stands none of its values, perhaps a model: nothing may get lost.
+        takes = NAMES[name].flag or (words and words[0] in ON)
+        if not equals and words and not words[0].startswith("-") and takes:
             value = words.pop(0)
         result += _ours(flag, value, NAMES[name], known)
         while name == "lora-modules" and words and not words[0].startswith("-"):

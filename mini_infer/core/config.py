@@ -339,7 +339,7 @@ class LoraConfig:
         at_least(self, 0, "max_adapters", "dummy")
         at_least(self, 1, "max_rank")
         for name, path in self.adapters.items():
-            if not (isinstance(name, str) and len(name.split()) == 1 and isinstance(path, str) and path):
+            if not (isinstance(name, str) and name.split() == [name] and isinstance(path, str) and path):
                 raise ConfigError(f"lora.adapters must be names, without spaces, and folders, got {name!r}: {path!r}")
         if (self.adapters or self.dummy) and not self.max_adapters:
             raise ConfigError(

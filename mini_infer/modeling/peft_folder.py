@@ -53,7 +53,7 @@ class PeftFolder:
         """Raises ModelError where it is not whole, or no adapter that can be served."""
         try:
             return cls._read(path, max_rank)
-        except (OSError, RuntimeError) as error:  # nobody may look there, or has such a home
+        except (OSError, RuntimeError) as error:  # no such user's home, a name too long, nothing that we may look at
             raise ModelError(f"adapter {path} cannot be read: {error}") from error
 
     @classmethod

@@ -293,6 +293,8 @@ class LLMEngine:
                 request_id += "'"
         seed = self._seed + number if params.seed is None else params.seed
         limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+        # No adapter's key holds a zero: whatever a client calls his salt, it is that of no adapter.
+        salt = f"{cache_salt}\0{adapter}" if adapter or "\0" in cache_salt else cache_salt
         leader: Request | None = None
         sequences = []
         for index in range(params.n):
@@ -307,8 +309,7 @@ class LLMEngine:
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 fork_of=leader,
                 adapter=adapter,
-                # No key has a NUL in it: whatever salt is sent, it makes no other adapter's.
-                cache_salt=f"{adapter}\0{cache_salt}" if adapter or cache_salt else "",
+                cache_salt=salt,
                 constraint=None if grammar is None else grammar.start(),
                 **about,
             )

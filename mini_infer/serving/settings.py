@@ -210,6 +210,10 @@ class ServerSettings:
             for name in model.names:
                 if taken.setdefault(name, number) != number:
                     raise ConfigError(f"two models have the name {name!r}: give each names of its own")
+        for number, model in enumerate(self.models):
+            for name in (*model.engine.lora.adapters, *model.engine.lora.dummy_names):
+                if taken.setdefault(name, number) != number or name in model.names:
+                    raise ConfigError(f"the adapter {name!r} has the name of a model, or of another model's adapter")
         ray = any(model.engine.parallel.launcher is Launcher.ray for model in self.models)
         if ray and len(self.models) > 1:
             raise ConfigError(

@@ -52,6 +52,8 @@ models:
     assert [model.max_queued for model in (chat, small)] == [7, 3]
     assert [model.engine.cache.memory_gib for model in (chat, small)] == [0.25, 0.5]
     assert [model.request_timeout for model in (chat, small)] == [9, 9]
+    (listed,) = settings(tmp_path, "models: {a: {model: x, lora: [b=/b, c=/c], gpus: [0, 1]}}").models
+    assert (listed.engine.lora.adapters, listed.gpus) == ({"b": "/b", "c": "/c"}, "0,1")
     dry = settings(tmp_path, "models: {a: {}, b: {model: tiny-target, dry_run: false}}", "--dry-run").models
     assert [model.engine.model.load_format for model in dry] == [LoadFormat.dry, LoadFormat.auto]
 
@@ -70,6 +72,7 @@ models:
         ("models: {a: {max_queued: 3}}", "model 'a': it does not say what to load"),
         ("models: {a: {model: x, served_model_name: b}}", "its name is 'a' already"),
         ("models:\n  a: {model: x}\n  a: {model: y}", "line 3: 'a' stands there twice"),
+        ("models:\n  ? [a, b]\n  : {model: x}", "line 2: a name must be a text"),
         ("models: {a: {model: x}, b: {model: y, aliases: a}}", "two models have the name 'a'"),
         ("models: {a: {model: x}}\nmodel: y", "model.path is a model's own"),
         ("models: {a: {model: x, trust-remote-code: true}}", "--trust-remote-code is vLLM's"),

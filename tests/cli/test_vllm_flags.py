@@ -44,6 +44,8 @@ def test_what_has_no_counterpart() -> None:
         parse(["--nonsense", "2"], {})
     with pytest.raises(ConfigError, match="must be one of"):
         parse(["--tool-call-parser", "pythonic"], {})
+    with pytest.raises(ConfigError, match="unknown argument 'tiny-draft'"):
+        parse(["--enable-lora", "tiny-draft"], {})
 
 
 def test_no_flag_of_ours_is_taken_for_one_of_vllms() -> None:

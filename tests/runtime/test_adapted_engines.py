@@ -230,6 +230,25 @@ def test_none_at_all() -> None:
 # --- prefixes, names, loading -----------------------------------------------------------------------------------------
 
 
+def test_no_salt_is_that_of_an_adapter() -> None:
+    """Else whoever knows its key could leave blocks of other weights for its requests to find."""
+    sections = {"model": {"load_format": "dry"}, "lora": {"max_adapters": 1, "dummy": 1}}
+    with closing(LLMEngine(EngineConfig.from_dict(sections))) as engine:
+
+        def cached(salt: str, adapter: str | None) -> int:
+            engine.add_request([5] * 64, SamplingParams(max_tokens=1), cache_salt=salt, adapter=adapter, stream=False)
+            outputs = []
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+            metrics = outputs[0].outputs[0].metrics
+            assert metrics is not None
+            return metrics.num_cached_tokens
+
+        asked = [("\0dummy-0", None), ("", "dummy-0"), ("\0dummy-0\0", None), ("\0", "dummy-0"), ("", None)]
+        assert [cached(*each) for each in asked] == [0] * 5
+        assert all(cached(*each) == 48 for each in asked)
+
+
 def test_equal_prompts_share_blocks_under_the_same_adapter_alone(make: Callable[..., LLMEngine]) -> None:
     engine = make(slots=2, cache={"block_size": 4})
 

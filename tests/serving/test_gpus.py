@@ -40,6 +40,7 @@ def test_models_have_gpus_of_their_own() -> None:
         ("GPU-7", False),
     ]
     assert seen(model("a"), model("b"), visible=0) == [(None, False), (None, False)], "auto does without one"
+    assert seen(model("a"), model("b"), visible=0, **{VISIBLE: "-1"}) == [("-1", False)] * 2, "as do those told to"
 
 
 def test_models_share_the_gpus_that_they_name() -> None:
@@ -60,6 +61,8 @@ def test_what_cannot_be_is_said() -> None:
         seen(model("a"), model("b"), visible=1)
     with pytest.raises(ConfigError, match="model 'a': gpus=3, and 2 GPUs are visible here"):
         seen(model("a", "3"), visible=2)
+    with pytest.raises(ConfigError, match="model 'a': gpus=1,1 names a GPU twice"):
+        seen(model("a", "1,1"))
 
 
 def test_a_share_of_a_shared_gpu_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:

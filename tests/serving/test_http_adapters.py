@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.assets.adapters import random_adapter, write_adapter
 from mini_infer.cli.serve import parse
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import ModelConfig
+from mini_infer.serving.api.adapters import LoadAdapter, load
+from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.api.gateway import Gateway
+from mini_infer.serving.api.service import Service
+from mini_infer.serving.settings import ModelSettings, ServerSettings
 
 MODEL = "tiny-draft"
 
@@ -82,6 +91,9 @@ def test_adapters_come_and_go(server: Server, folders: list[str]) -> None:
     ("what", "body", "status", "message"),
     [
         ("load", {"lora_name": "a", "lora_path": "/no/such/folder"}, 400, "there is no such folder"),
+        ("load", {"lora_name": "a", "lora_path": "~no-such-user/folder"}, 400, "cannot be read"),
+        ("load", {"lora_name": "a", "lora_path": "/" + "a" * 300}, 400, "cannot be read"),
+        ("load", {"lora_name": "a", "lora_path": "/" + "a" * 5000}, 400, "lora_path"),
         ("load", {"lora_name": MODEL, "lora_path": "/x"}, 400, "is the name of a model"),
         ("load", {"lora_name": "a b", "lora_path": "/x"}, 400, "lora_name"),
         ("load", {"lora_name": "a"}, 400, "lora_path"),
@@ -110,6 +122,52 @@ def test_requests_load_nothing_unless_the_server_is_told_to() -> None:
         refused = change(server, "load", lora_name="a", lora_path="/x")
         assert refused.status_code == 403
         assert "--lora-loading" in refused.json()["error"]["message"]
+
+
+def test_a_replica_that_was_started_again_is_asked_for_no_adapter_that_it_lacks(folders: list[str]) -> None:
+    with running("--parallel.replicas", "2", "--lora.max_adapters", "1", "--lora-loading") as server:
+
+        def replicas() -> list[dict[str, Any]]:
+            return server.http.get("/healthz").json()["replicas"]
+
+        assert change(server, "load", lora_name="new", lora_path=folders[0]).status_code == 200
+        killed = replicas()[0]["engine_pid"]
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: replicas()[0]["engine_pid"] != killed and replicas()[0]["status"] == "ok", timeout=30)
+        assert {answer(server, "new", prompt="x")[0] for _ in range(6)} == {"new"}
+        assert server.http.get("/v1/models/new").json()["id"] == "new"
+
+
+# --- without engines --------------------------------------------------------------------------------------------------
+
+
+def model(name: str, **adapters: str) -> ModelSettings:
+    lora = {"max_adapters": len(adapters), "adapters": adapters}
+    return ModelSettings(served_model_name=name, engine=EngineConfig.from_dict({"lora": lora}))
+
+
+def test_adapters_of_a_model_that_is_being_loaded_are_known() -> None:
+    gateway = Gateway(ServerSettings(models=(model("a", sql="/sql"), model("b", chat="/chat"))))
+    found = gateway.find("chat")
+    assert found.name == "b"
+    with pytest.raises(ApiError, match="the model 'b' is being loaded") as refusal:
+        found.require()
+    assert (refusal.value.status, refusal.value.code) == (503, "model_loading")
+
+
+def test_names_of_adapters_are_nobody_elses() -> None:
+    for other in (model("sql"), model("b", sql="/other"), model("a", a="/x")):
+        with pytest.raises(ConfigError, match=r"the adapter '(sql|a)' has the name of"):
+            ServerSettings(models=(model("c", sql="/sql"), other))
+    settings = ServerSettings(lora_loading=True, models=(model("a", sql="/sql"), model("b")))
+    with pytest.raises(ApiError, match="'sql' is an adapter of the model 'a'"):
+        asyncio.run(load(Gateway(settings), LoadAdapter(lora_name="sql", lora_path="/x", model="b")))
+
+
+def test_a_request_whose_adapter_was_unloaded_meanwhile_is_not_the_models() -> None:
+    service = Service.__new__(Service)
+    service._gateway = Gateway(ServerSettings(models=(model("a"),)))
+    assert [service.adapter(name) for name in (None, "a", "unloaded")] == [None, None, "unloaded"]
 
 
 def test_flags_make_settings() -> None:

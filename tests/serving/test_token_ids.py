@@ -14,7 +14,7 @@ from mini_infer.serving.link.wire import Delta
 
 
 def renderer(**body: Any) -> CompletionRenderer:
-    service: Any = SimpleNamespace(model_name="m", texts=None)
+    service: Any = SimpleNamespace(told_name=lambda name: "m", texts=None)
     request = CompletionRequest(prompt=[5, 6], **body)
     return CompletionRenderer("id", service, request, 1, [[5, 6]], ["<>"] if body.get("echo") else None, False)
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
-from mini_infer.serving.api.sse import Running
+import pytest
+
+from mini_infer.serving.api.sse import BLOCK, EventStream, Running
+from mini_infer.serving.http.connections import Connections
 from mini_infer.serving.http.turns import AT_ONCE, Turns
+from mini_infer.serving.link.stream import Stream
+from mini_infer.serving.link.wire import Delta
 
 
 def test_a_few_begin_in_a_pass_of_the_event_loop_and_clients_take_turns() -> None:
@@ -67,5 +75,68 @@ def test_long_answers_are_written_a_block_at_a_time_whosever_they_are() -> None:
         unread.set()
         await writing[1]
         assert made.count("b") == 3
+
+    asyncio.run(main())
+
+
+def test_no_event_of_a_batch_begins_within_another_one() -> None:
+    """Prompts of one request share an answer, and a long event is written in blocks."""
+    num_long, num_blocks = 2, 5
+
+    class Render:
+        def event(self, prompt: int, delta: Delta) -> bytes | Iterator[bytes]:
+            if prompt >= num_long:
+                return b"<short>"
+            return iter([b"<", *[str(prompt).encode() * BLOCK] * num_blocks, b">"])
+
+        def last_event(self, usage: Any) -> bytes:
+            return b"<last>"
+
+    async def main() -> bytes:
+        streams = [Stream(1, 1, lambda: None) for _ in range(num_long + 1)]
+        sent: list[bytes] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        answer = EventStream(streams, Render(), Running(), "id")  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(answer({}, receive, send))
+        for stream in streams[:num_long]:
+            stream.put(Delta(0, 0, "", [1], finish_reason="length"))
+        for number in range(20):
+            streams[-1].put(Delta(0, 0, "", [1], finish_reason="length" if number == 19 else None))
+            streams[-1].wake()
+            await asyncio.sleep(0.001)
+        await writing
+        return b"".join(sent)
+
+    events = re.findall(rb"<[^<>]*>", asyncio.run(main()))
+    assert sorted(len(event) for event in events if len(event) > 7) == [num_blocks * BLOCK + 2] * num_long
+    assert events[-1] == b"<last>"
+    assert b"<short>" in events
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_who_comes_last_is_not_closed_to_make_room(silent: int) -> None:
+    async def main() -> None:
+        ended: list[tuple[str, str]] = []
+
+        def connection(name: str) -> Any:
+            made = Mock()
+            made.transport.abort = lambda: ended.append((name, "closed"))
+            made.refuse = lambda error: ended.append((name, "refused"))
+            return made
+
+        connections = Connections(2, 10, 10, lambda status: None)
+        for number in range(2):
+            connections.opened(held := connection(f"held {number}"))
+            connections.await_nothing(held)
+            if number < silent:
+                connections.await_next(held)
+        connections.opened(connection("new"))
+        assert ended == ([("held 0", "closed")] if silent else [("new", "refused")])
 
     asyncio.run(main())

@@ -20,7 +20,7 @@ class LoadAdapter(ApiModel):
     """`model` says which one it is for, where there are several."""
 
     lora_name: Name
-    lora_path: Annotated[str, Field(min_length=1)]  # on the server's machine
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # on the server's machine
     model: str | None = None
 
 
@@ -34,6 +34,10 @@ async def load(gateway: Gateway, body: LoadAdapter) -> Response:
     model = _allowed(gateway, body.model)
     if gateway.names_model(body.lora_name):
         raise ApiError(400, f"{body.lora_name!r} is the name of a model: choose another one", param="lora_name")
+    for other in gateway.models:
+        if other is not model and body.lora_name in other.adapters:
+            message = f"{body.lora_name!r} is an adapter of the model {other.name!r}: choose another name"
+            raise ApiError(400, message, param="lora_name")
     await model.require().engine.change_adapter(body.lora_name, body.lora_path)
     return _done(f"adapter {body.lora_name!r} is loaded from {body.lora_path}")
 
@@ -62,5 +66,5 @@ def _done(message: str) -> Response:
 
 def cards(gateway: Gateway, model: Model) -> Iterator[dict[str, Any]]:
     """Of a model's adapters, beside its own."""
-    for name, path in {} if model.service is None else model.service.adapters.items():
+    for name, path in model.adapters.items():
         yield gateway.card(model, id=name, root=path, parent=model.name)

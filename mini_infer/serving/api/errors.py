@@ -18,7 +18,7 @@ from mini_infer.serving.link.replica import EngineError, QueueFull
 logger = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
-API_NAMES = {"grammar": "response_format"}  # where a field's name is not that of SamplingParams
+API_NAMES = {"grammar": "response_format", "adapter": "model"}  # where a field's name is not that of SamplingParams
 NO_OBJECT = 'the body must be a JSON object, such as {"model": ...}'
 MODEL = "mini_infer.model"  # in the scope: the name of the model that the request chose
 LONGEST_MESSAGE = 2000  # characters: a message may quote what it complains about

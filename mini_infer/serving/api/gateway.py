@@ -9,7 +9,7 @@ import difflib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,16 +45,24 @@ class Model:
         self.service: Service | None = None
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """Name -> folder; before an engine has told its own, those that it is to have."""
+        return self.settings.engine.lora.adapters if self.service is None else self.service.adapters
+
+    @property
     def trouble(self) -> dict[str, str]:
         """What a probe says of its engines; nothing where one of them can be asked."""
-        if self.service is not None:
-            return self.service.trouble
-        return {"status": "loading", "reason": why_none(self.replicas)}
+        return {"status": "loading", "reason": self._why_loading} if self.service is None else self.service.trouble
+
+    @property
+    def _why_loading(self) -> str:
+        served = any(replica.info is not None for replica in self.replicas)
+        return "its tokenizer is being read" if served else why_none(self.replicas)
 
     def require(self) -> Service:
         """Raises ApiError where none of its engines can be asked."""
         if self.service is None:
-            reason = f"the model {self.name!r} is being loaded: {why_none(self.replicas)}"
+            reason = f"the model {self.name!r} is being loaded: {self._why_loading}"
             raise ApiError(503, reason, type="server_error", code="model_loading", headers={"Retry-After": "5"})
         if (failure := self.service.engine.failure) is not None:
             reason = f"the model {self.name!r} cannot be asked: {failure}"
@@ -235,7 +243,7 @@ class Gateway:
             return self._by_name[name]
         known = dict(self._by_name)
         for model in self.models:
-            known |= dict.fromkeys(() if model.service is None else model.service.adapters, model)
+            known |= dict.fromkeys(model.adapters, model)
         if name in known:
             return known[name]
         names = " or ".join(map(repr, known))

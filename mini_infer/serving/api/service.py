@@ -88,14 +88,13 @@ class Service:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Name -> folder of those that an engine has that can be asked."""
-        return next((each.stats.adapters for each in self.engine.replicas if each.failure is None), {})
+        """Name -> folder of those that engines have, or had when they were last asked."""
+        return {name: path for each in self.engine.replicas for name, path in each.stats.adapters.items()}
 
     def adapter(self, name: str | None) -> str | None:
-        """The one that a request's `model` names; None where it names the model."""
-        if name is None or self._gateway.names_model(name):
-            return None
-        return name if name in self.adapters else None
+        """The one that a request's `model` names; None where it names the model. One that has been unloaded since the
+        model was found by it is the engine's to refuse."""
+        return None if name is None or self._gateway.names_model(name) else name
 
     def told_name(self, name: str | None) -> str:
         """What the answer to a request of that `model` calls it."""

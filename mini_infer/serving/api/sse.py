@@ -183,6 +183,7 @@ class EventStream(Answer):
 
     async def _run(self, send: Send, server_send: Send) -> None:
         self._starting = asyncio.Lock()
+        self._writing = asyncio.Lock()  # held while a long event is written: no other one may begin within it
         work = [self._forward(prompt, stream, send, server_send) for prompt, stream in enumerate(self._streams)]
         await _together(work)
         await send({"type": "http.response.body", "body": self._render.last_event(self.usage())})
@@ -194,9 +195,16 @@ class EventStream(Answer):
             return told(self._events(prompt, deltas))
 
         def told(events: Event) -> Blocked:
-            if isinstance(events, bytes):
+            if isinstance(events, bytes) and not self._writing.locked():
                 return send_body(events) if events else None
-            return self._write(events, send_body)
+            return written(events)
+
+        async def written(events: Event) -> None:
+            async with self._writing:
+                if not isinstance(events, bytes):
+                    await self._write(events, send_body)
+                elif events and (blocked := send_body(events)) is not None:
+                    await blocked
 
         async for delta in stream:  # the first one: what is wrong with the request itself is known now
             events = self._events(prompt, [delta])

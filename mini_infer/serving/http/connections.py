@@ -48,9 +48,10 @@ class Connections:
 
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
-        self.await_head(connection)
         if len(self._open) > self.most and not self.make_room():
             connection.refuse(ApiError(503, f"{self.most} connections are open: try again later"))
+        else:
+            self.await_head(connection)
 
     def closed(self, connection: LimitedProtocol) -> None:
         self._open.discard(connection)

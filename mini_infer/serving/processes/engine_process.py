@@ -243,10 +243,14 @@ class EngineServer:
                 adapters.unload(change.name)
             else:
                 adapters.load(change.name, change.path)
-        except RankError:
+        except (torch.AcceleratorError, RankError):
             raise
         except MiniInferError as error:
             notices.append(Refused(owner.number, str(error), "lora_name" if change.path is None else "lora_path"))
+        except Exception as error:  # too little memory, say: the others' requests go on
+            logger.exception("the adapter %r could not be changed", change.name)
+            message = f"the engine failed to change the adapter: {error!r}"
+            notices.append(Refused(owner.number, message, None, internal=True))
         else:
             notices.append(Done(owner.number))
             self._tell_stats(0.0)

@@ -12,6 +12,8 @@ from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.link.wire import DEADLINE
 from mini_infer.serving.stats import HISTOGRAMS, Histogram, Stats
 
+MOST_COUNTED = 2**15  # names: adapters come and go under any
+
 
 class EngineStats:
     """
@@ -60,7 +62,8 @@ class EngineStats:
         """Takes in what an API process has counted."""
         counted = self._stats.counted
         for name, number in counts.items():
-            counted[name] = counted.get(name, 0) + number
+            if name in counted or len(counted) < MOST_COUNTED:
+                counted[name] = counted.get(name, 0) + number
 
     def finish(self, completion: CompletionOutput, reason: str, prompt_tokens: int, now: float) -> None:
         """Takes in a completion that ended at `now`, on the engine's clock; it may not have got far."""

@@ -59,6 +59,8 @@ def placed(
 def _named(model: ModelSettings, visible: Sequence[str]) -> list[str]:
     """The GPUs that it asks for by their numbers."""
     numbers = [int(number) for number in model.gpus.split(",")] if model.gpus else []
+    if len({*numbers}) < len(numbers):
+        raise ConfigError(f"model {model.model_name!r}: gpus={model.gpus} names a GPU twice")
     missing = [number for number in numbers if number >= len(visible)]
     if missing:
         raise ConfigError(
@@ -87,9 +89,10 @@ def _shared(models: Mapping[str, ModelSettings], own: Mapping[str, Sequence[str]
 
 
 def _visible(environment: Mapping[str, str], number: int) -> list[str]:
-    """The names of the GPUs that a process with this environment sees."""
+    """The names of the GPUs that a process with this environment sees, so many. From one on that is not there (-1, say)
+    it sees none of those that the environment names."""
     named = environment.get(VISIBLE)
-    return [name.strip() for name in named.split(",")] if named else [str(index) for index in range(number)]
+    return [name.strip() for name in named.split(",")][:number] if named else [str(index) for index in range(number)]
 
 
 def environments(config: EngineConfig, environment: Mapping[str, str], count: Count) -> list[dict[str, str]]:
