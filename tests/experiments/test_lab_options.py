@@ -20,9 +20,9 @@ from mini_infer.core.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = catalog.groups(CONF)
-# On what and in which numbers a model is computed, and where a draft comes from: chosen by key.
+# On what and in which numbers a model is computed, beside whom, and where a draft comes from: chosen by key.
 NO_MECHANISM = {"model.device", "model.dtype", "speculation.draft.dtype", "speculation.draft.load_format"}
-NO_MECHANISM |= {"speculation.draft.quantization", "parallel.launcher"}
+NO_MECHANISM |= {"speculation.draft.quantization", "parallel.launcher", "cache.gpu_shared"}
 
 
 def choices(cls=EngineConfig, prefix=""):

@@ -277,7 +277,7 @@ def test_every_setting_of_the_engine_becomes_a_flag():
     )
     from mini_infer.cli.serve import parse
 
-    assert parse(flags, {}).engine == config
+    assert parse(flags, {}).models[0].engine == config
 
 
 def test_a_server_that_dies_is_an_error_with_its_code(served):  # the last one that needs it

@@ -192,7 +192,7 @@ def test_the_formula_is_drawn_through_the_speedup_over_a_setting():
 def test_over_acceptance_the_line_is_the_formula_at_the_measured_costs():
     panel = PanelSpec("decode_tokens_per_s", PanelKind.formula, x="acceptance", mark=0.5585, mark_label="the original")
     ax, named = drawn(panel)
-    assert set(named) == {"concurrency=1", "concurrency=8", "by the formula", "the original"}
+    assert set(named) == {"concurrency 1", "concurrency 8", "by the formula", "the original"}
     assert [float(x) for x in named["the original"].get_xdata()] == [0.5585, 0.5585]
     curve = next(line.get_xydata() for line in ax.lines if len(line.get_xdata()) == 60)
     assert (curve[0, 0], curve[-1, 0]) == (pytest.approx(0.45, abs=0.01), pytest.approx(0.75, abs=0.01))

@@ -136,7 +136,7 @@ def test_the_health_check_sees_a_server_and_its_absence(
 def test_compose_starts_a_server_with_settings_that_exist() -> None:
     server = COMPOSE["services"]["server"]
     assert (ROOT / server["build"]["dockerfile"]).is_file()
-    assert parse(server["command"], {}).engine.model.path == "tiny-target"
+    assert parse(server["command"], {}).models[0].engine.model.path == "tiny-target"
     assert server["restart"] == "unless-stopped"
     (_, check) = server["healthcheck"]["test"]
     assert "$$MINI_INFER_PORT/healthz" in check
@@ -154,7 +154,7 @@ def test_kubernetes_starts_a_server_with_settings_that_exist(tmp_path: Path, sha
     settings = parse([flag.replace("/keys/keys.yaml", str(keys)) for flag in container["args"]], {})
     assert settings.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
     start = container["startupProbe"]
-    assert start["periodSeconds"] * start["failureThreshold"] >= settings.startup_timeout
+    assert start["periodSeconds"] * start["failureThreshold"] >= settings.models[0].startup_timeout
     (port,) = container["ports"]
     assert port["containerPort"] == settings.port == int(pod["metadata"]["annotations"]["prometheus.io/port"])
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

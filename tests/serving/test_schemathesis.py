@@ -16,7 +16,7 @@ from mini_infer.serving.api.app import create_app
 
 KEY = {"Authorization": "Bearer secret"}
 SMALL = ("--model.dry.max_model_len", "256", "--scheduler.max_num_seqs", "16", "--max-queued", "16")
-ERRORS = (400, 401, 404, 429)  # and no other is right for what is sent here, but
+ERRORS = (400, 401, 403, 404, 429)  # and no other is right for what is sent here, but
 TOO_LATE = 504  # for a made-up `timeout` of next to nothing
 DOCUMENT: dict[str, Any] = create_app().openapi()
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

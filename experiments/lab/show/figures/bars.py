@@ -82,9 +82,9 @@ def of(panel: PanelSpec, result: Result) -> Groups:
 
 def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     """False where there is nothing to draw."""
-    if not groups.names:
-        return False
     count = len(groups.series)
+    if not groups.names or not count:
+        return False
     room = (0.5 if groups.dots else 0.8) / count
     most = SPARE * max((x for each in groups.series.values() for found in each for x in found.values()), default=0.0)
     for index, (label, measured) in enumerate(groups.series.items()):
