@@ -61,6 +61,11 @@ class Adapters:
         self._groups = new_groups(self.num_slots, most_tokens, device)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return sum(layer.stack.a.nbytes + layer.stack.b.nbytes for layer in self._layers)
+
     def modes(self) -> Iterator[bool]:
         """What `active` can be, one after the other, for those who compile, measure and capture: until the next one
         all steps are computed so."""
