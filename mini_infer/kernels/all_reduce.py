@@ -18,6 +18,13 @@ Every program has places of its own in each inbox, the same on all ranks. There 
 reads one, and empties the one that it read before. A peer may write there again two calls later, when it has this
 rank's part of the call in between, which this rank sends when it has ended this one. Which turn it is a program keeps
 in memory, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
+
+So a row travels to every other rank. With more than two ranks and many rows that is more than the links need carry,
+and a sum is made in two shots: each rank adds up one piece of the row, and sends the sum of it to all. That is twice
+the way and 2 / ranks of the bytes; the sums are the same to the bit.
+
+    one shot   rank 0   row      --> all inboxes --> sum of the row
+    two shots  rank 0   pieces   --> one to each --> sum of piece 0 --> all inboxes --> sums of all pieces
 """
 
 from __future__ import annotations
@@ -67,24 +74,64 @@ class MailShape:
 
 
 @triton.jit
+def _send(
+    bits,  # [BLOCK]
+    to,  # a rank
+    now,  # where its inbox has this turn's place
+    box,
+    S: tl.constexpr,
+):
+    columns = tl.arange(0, S.block)
+    inbox = tl.multiple_of(tl.load(box.inboxes + to).to(tl.pointer_type(S.bits)), 16)
+    tl.store(inbox + now + S.rank * S.size + columns, bits, mask=columns < S.size)
+
+
+@triton.jit
 def _of_all_ranks(
     bits,  # [BLOCK] of this rank
+    place,
     box,
     S: tl.constexpr,
 ):
     """Every rank's bits [RANKS, BLOCK], zeros beyond WORLD and S.size."""
+    turn = tl.load(box.turns + place)
+    now = (turn * S.places + place) * (S.world * S.size)
+    bits = tl.where(bits == -1, S.nan, bits).to(S.bits)
+    for step in tl.static_range(1, S.world + 1):  # this rank's own inbox is the last
+        _send(bits, (S.rank + step) % S.world, now, box, S)
+    return _receive(place, turn, box, S)
+
+
+@triton.jit
+def _pieces_of_all_ranks(
+    row_ptr,  # of this rank's row
+    there,  # whether it has one: zeros else
+    place,
+    box,
+    S: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Likewise, of the piece of the row that this rank adds up: each rank gets its own."""
+    columns = tl.arange(0, S.block)
+    turn = tl.load(box.turns + place)
+    now = (turn * S.places + place) * (S.world * S.size)
+    for step in tl.static_range(1, S.world + 1):
+        to = (S.rank + step) % S.world
+        piece = to * S.size + columns
+        bits = tl.load(row_ptr + piece, mask=there & (columns < S.size) & (piece < WIDTH), other=0)
+        _send(tl.where(bits == -1, S.nan, bits).to(S.bits), to, now, box, S)
+    return _receive(place, turn, box, S)
+
+
+@triton.jit
+def _receive(place, turn, box, S: tl.constexpr):
+    """What every rank has sent [RANKS, BLOCK], zeros beyond WORLD and S.size."""
     BLOCK: tl.constexpr = S.block
     WORLD: tl.constexpr = S.world
     RANKS: tl.constexpr = S.ranks
-    place = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < S.size
-    turn = tl.load(box.turns + place)
     now = (turn * S.places + place) * (WORLD * S.size)
-    bits = tl.where(bits == -1, S.nan, bits).to(S.bits)
-    for step in tl.static_range(1, WORLD + 1):  # this rank's own inbox is the last
-        inbox = tl.load(box.inboxes + (S.rank + step) % WORLD).to(tl.pointer_type(S.bits))
-        tl.store(tl.multiple_of(inbox, 16) + now + S.rank * S.size + columns, bits, mask=inside)
     own = tl.multiple_of(tl.load(box.inboxes + S.rank).to(tl.pointer_type(S.bits)), 16)
     ranks = tl.arange(0, RANKS)[:, None]
     parts = ranks * S.size + columns[None, :]
@@ -118,40 +165,61 @@ def _sum_kernel(
     first,
     known,
     S: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row
+    SHOTS: tl.constexpr,
     LEVELS: tl.constexpr,  # RANKS = 2 ** LEVELS
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    BLOCK: tl.constexpr = S.block
-    columns = tl.arange(0, BLOCK)
-    inside = columns < S.size
-    weight = tl.zeros([BLOCK], tl.float32)
+    place, columns = tl.program_id(0), tl.arange(0, S.block)
+    in_row, inside = columns, columns < S.size
+    if SHOTS == 2:  # a piece of each rank: [RANKS, BLOCK]
+        in_row = tl.arange(0, S.ranks)[:, None] * S.size + columns[None, :]
+        inside = inside[None, :] & (in_row < WIDTH)
+    weight = tl.zeros_like(in_row).to(tl.float32)
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + in_row, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    at = tl.program_id(0).to(tl.int64) * S.size + columns
-    if ids_ptr is None:
-        bits = tl.load(x_ptr + at, mask=inside, other=0)
-    else:
-        row = tl.load(ids_ptr + tl.program_id(0)) - first
-        bits = tl.load(x_ptr + row * S.size + columns, mask=inside & (row >= 0) & (row < known), other=0)
-    residual = tl.zeros([BLOCK], tl.float32)
+    row = place.to(tl.int64)
+    at, there = row * WIDTH + in_row, row >= 0
+    if ids_ptr is not None:
+        row = tl.load(ids_ptr + place) - first
+        there = (row >= 0) & (row < known)
+    bits = columns
+    if SHOTS == 1:
+        bits = tl.load(x_ptr + row * WIDTH + columns, mask=inside & there, other=0)
+    residual = tl.zeros_like(in_row).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    parts = _of_all_ranks(bits, box, S).to(DTYPE, bitcast=True)
-    sums = parts.to(tl.float32)
-    for level in tl.static_range(LEVELS):  # a balanced tree: neighbours, then neighbours of these
-        sums = tl.sum(tl.reshape(sums, [S.ranks >> (level + 1), 2, BLOCK]), axis=1)
+    if SHOTS == 1:
+        sums = _added_up(_of_all_ranks(bits, place, box, S), S, LEVELS, DTYPE)
+    else:
+        piece = _added_up(_pieces_of_all_ranks(x_ptr + row * WIDTH, there, place, box, S, WIDTH), S, LEVELS, DTYPE)
+        pieces = _of_all_ranks(piece.to(DTYPE).to(S.bits, bitcast=True), place + S.places // 2, box, S)
+        sums = pieces.to(DTYPE, bitcast=True).to(tl.float32)
     # Rounded as a product of one rank is before it is added.
-    total = tl.reshape(sums, [BLOCK]).to(total_ptr.dtype.element_ty)
+    total = sums.to(total_ptr.dtype.element_ty)
     if residual_ptr is not None:
         total = (total.to(tl.float32) + residual).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + at, total, mask=inside)
     if weight_ptr is not None:
         wide = total.to(tl.float32)
-        normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / S.size + eps) * weight
+        squares = wide * wide
+        if SHOTS == 2:
+            squares = tl.sum(squares, axis=0)
+        normed = wide * tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps) * weight
         tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added_up(parts, S: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
+    """Bits [RANKS, BLOCK] -> their sum, float32 [BLOCK], as a balanced tree: neighbours, then neighbours of these."""
+    BLOCK: tl.constexpr = S.block
+    sums = parts.to(DTYPE, bitcast=True).to(tl.float32)
+    for level in tl.static_range(LEVELS):
+        sums = tl.sum(tl.reshape(sums, [S.ranks >> (level + 1), 2, BLOCK]), axis=1)
+    return tl.reshape(sums, [BLOCK])
 
 
 @triton.jit
@@ -168,7 +236,7 @@ def _gather_kernel(
     TILES: tl.constexpr = (OWN + S.size - 1) // S.size
     row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * S.size + tl.arange(0, S.size)
     bits = tl.load(x_ptr + row.to(tl.int64) * OWN + column, mask=column < OWN, other=0)
-    found = _of_all_ranks(bits, box, S)
+    found = _of_all_ranks(bits, tl.program_id(0), box, S)
     ranks = tl.arange(0, S.ranks)[:, None]
     to = ranks * OWN + column[None, :]
     real = (ranks < S.world) & (column < OWN)[None, :] & (to < OUT)
@@ -205,6 +273,7 @@ class Mailbox(NamedTuple):
     inboxes: Tensor  # int64 [ranks]: their addresses as this rank sees them, multiples of 16
     turns: Tensor  # int32 [places], zeros before the first call
     stop: Tensor  # int32 [1], in memory that the host can write to while a kernel waits: above 0, nobody is waited for
+    shots: int = 1  # that a sum takes: with 2, half of the places are for the second one
 
     @property
     def box(self) -> Box:
@@ -221,11 +290,18 @@ def gather_places(rows: int, columns: int) -> tuple[int, int]:
     return rows * triton.cdiv(columns, _GATHERED), _GATHERED
 
 
+def two_shot_places(rows: int, width: int, ranks: int, itemsize: int) -> tuple[int, int]:
+    """(places of a mailbox for sums of rows [rows, width] in two shots, their size)."""
+    line = 16 // itemsize
+    return 2 * rows, triton.cdiv(triton.cdiv(width, ranks), line) * line
+
+
 def all_reduce(mailbox: Mailbox, x: Tensor) -> Tensor:
     """The sum of all ranks' x [T, size], contiguous, added up in float32 as a balanced tree over the ranks in their
     order and rounded once: new, of x's dtype.
 
-    Every rank of the group makes the same calls with a mailbox in the same order. T is at most its places.
+    Every rank of the group makes the same calls with a mailbox in the same order: one with places of `size` numbers, T
+    of them at least, or one of `two_shot_places`.
     """
     total = torch.empty_like(x)
     _launch_sum(mailbox, x, total)
@@ -284,16 +360,15 @@ def _launch_sum(
     first: int = 0,
     known: int = 0,
 ) -> None:
-    rows, size = total.shape
-    assert size == mailbox.size
-    assert rows <= len(mailbox.turns)
+    rows, width = total.shape
+    assert (mailbox.size == width) if mailbox.shots == 1 else (mailbox.size * len(mailbox.inboxes) >= width)
+    assert rows <= len(mailbox.turns) // mailbox.shots
     if rows:
-        block = triton.next_power_of_2(size)
-        shape = _shape(mailbox, x, block)
+        shape = _shape(mailbox, x, triton.next_power_of_2(mailbox.size))
         _sum_kernel[(rows,)](
             _as_ints(x), token_ids, residual, weight, total, normed, mailbox.box, eps, first, known, shape,
-            LEVELS=shape.ranks.bit_length() - 1, DTYPE=_FLOATS[x.dtype], num_warps=num_warps(block),
-            **launch_options(x.device),
+            WIDTH=width, SHOTS=mailbox.shots, LEVELS=shape.ranks.bit_length() - 1, DTYPE=_FLOATS[x.dtype],
+            num_warps=num_warps(triton.next_power_of_2(width)), **launch_options(x.device),
         )  # fmt: skip
 
 

@@ -75,8 +75,7 @@ class Collectives:
             kernels.add_rms_norm(Stream(self.all_reduce(x), residual, Norm(weight, 1e-6)))
 
         self._mailboxes = boxes  # from here on, `stop_kernels` ends what waits in them
-        above = f"our kernel up to {boxes.most_rows} rows of {width}, {self.about} above"
-        self.about = boxes.settle(library) if self._where.type == "cuda" else above
+        self.about = boxes.settle(library) if self._where.type == "cuda" else f"{boxes.about}, {self.about} above"
         boxes.most_rows = most_rows or boxes.most_rows
         if tokens and self._size == RANKS and self._where.type in COPIED_ON:
             half = -(-tokens // 2)

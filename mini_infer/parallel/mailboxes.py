@@ -15,6 +15,7 @@ from mini_infer.parallel.peer_memory import Exchange, NoPeerAccess, PeerMemory, 
 
 SIZES = {"cuda": (8, 16, 32, 64, 128, 256, 512, 1024), "cpu": (8,)}  # rows that are tried, the last as many as can be
 GATHERED_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of the inboxes for what is gathered
+ONCE = {"cuda": SIZES["cuda"][-1], "cpu": 4}  # rows up to which a sum takes one shot, where nothing has been measured
 CALLS, REPLAYS = {"cuda": 100, "cpu": 2}, {"cuda": 5, "cpu": 1}  # that are timed
 FEW_CALLS = 4  # where the host has a part in each
 ANSWER_S = 60.0  # in which peers must have compiled and launched their first call
@@ -31,6 +32,8 @@ class Mailboxes:
 
     Attributes:
         most_rows: that are summed by the kernel.
+        most_once: that are summed in one shot: more take two, where there are more than two ranks. Two ranks send as
+            much either way.
 
     Raises:
         NoPeerAccess
@@ -52,11 +55,17 @@ class Mailboxes:
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._memory: list[PeerMemory] = []
         self._for_sums = {dtype: self._open(self.most_rows, width, dtype) for dtype in dict.fromkeys(dtypes)}
+        self._twice = {dtype: self._open_twice(dtype) for dtype in self._for_sums if size > 2}
+        self.most_once = ONCE[device.type] if self._twice else self.most_rows
         _, columns = kernel.gather_places(1, 1)
         one = kernel.Mailbox.num_bytes(1, size, columns, self._gathered.itemsize)
         self._for_columns = self._open(GATHERED_BYTES[device.type] // one, columns, self._gathered)
         if device.type == "cuda" and not self._work():
             raise NoPeerAccess(f"a sum over ranks was wrong, or not there after {ANSWER_S:g} s")
+
+    def _open_twice(self, dtype: torch.dtype) -> Any:
+        places = self.kernel.two_shot_places(self.most_rows, self._width, self._size, dtype.itemsize)
+        return self._open(*places, dtype)._replace(shots=2)
 
     def _open(self, places: int, size: int, dtype: torch.dtype) -> Any:
         num_bytes = self.kernel.Mailbox.num_bytes(places, self._size, size, dtype.itemsize)
@@ -68,8 +77,14 @@ class Mailboxes:
 
     def for_sum(self, rows: int, like: Tensor) -> Any:
         """The mailbox for a sum of so many rows like those of a tensor [..., width]; None: it is not ours to make."""
-        fits = like.shape[-1] == self._width and rows <= self.most_rows
-        return self._for_sums.get(like.dtype) if fits else None
+        if like.shape[-1] != self._width or rows > self.most_rows:
+            return None
+        return (self._twice if self._twice and rows > self.most_once else self._for_sums).get(like.dtype)
+
+    @property
+    def about(self) -> str:
+        twice = f", in two shots above {self.most_once}" if self.most_once < self.most_rows else ""
+        return f"our kernel up to {self.most_rows} rows of {self._width}{twice}"
 
     def for_columns(self, x: Tensor) -> Any:
         """Likewise for `gather_columns` of x [T, columns]."""
@@ -83,7 +98,7 @@ class Mailboxes:
     def _work(self) -> bool:
         """On a GPU: whether every rank gets what it should, at all."""
         right = True
-        for dtype, mailbox in self._for_sums.items():
+        for dtype, mailbox in (*self._for_sums.items(), *self._twice.items()):
             found = self.kernel.all_reduce(mailbox, self._rows(8, dtype).fill_(self._rank + 1))
             wait_for_device(self._device, ANSWER_S, self.stop)
             right = right and bool((found == self._size * (self._size + 1) // 2).all())
@@ -97,21 +112,22 @@ class Mailboxes:
         a norm, and says so."""
         weight = self._rows(1, self._gathered)[0]
         self.most_rows = 0  # meanwhile, sums are the library's
-        most, about, mailbox = 0, [], self._for_sums[self._gathered]
-        for rows in (size for size in SIZES["cuda"] if size <= len(mailbox.turns)):
+        most, once, about = 0, 0, []
+        ways = [boxes[self._gathered] for boxes in (self._for_sums, self._twice) if boxes]
+        calls = [library, *(partial(self.kernel.all_reduce_add_norm, mailbox, eps=1e-6) for mailbox in ways)]
+        for rows in (size for size in SIZES["cuda"] if size <= len(ways[0].turns)):
             x, residual = self._rows(rows, self._gathered), self._rows(rows, self._gathered)
-            ours, theirs = (
-                time_us(partial(call, x, residual, weight), self._device, self._exchange)
-                for call in (partial(self.kernel.all_reduce_add_norm, mailbox, eps=1e-6), library)
+            theirs, *ours = (
+                time_us(partial(call, x, residual, weight), self._device, self._exchange) for call in calls
             )
-            about.append(f"{rows}: {ours:.1f} / {theirs:.1f}")
-            if ours > theirs:
+            about.append(f"{rows}: {' / '.join(f'{us:.1f}' for us in (*ours, theirs))}")
+            if min(ours) > theirs:
                 break
             most = rows
-        self.most_rows = most
-        return (
-            f"our kernel up to {most} rows of {self._width}, NCCL above (us by rows, ours / NCCL: {', '.join(about)})"
-        )
+            once = rows if ours[0] == min(ours) else once
+        self.most_rows, self.most_once = most, once
+        names = "ours" if len(ways) == 1 else "ours in one shot / in two"
+        return f"{self.about}, NCCL above (us by rows, {names} / NCCL: {', '.join(about)})"
 
 
 def time_us(call: Callable[[], object], device: torch.device, exchange: Exchange, in_graph: bool = True) -> float:

@@ -8,9 +8,12 @@ sent again of a block arrives behind what was sent before. https://github.com/ai
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -67,6 +70,8 @@ class Agent:
         self._kind = "VRAM" if on_gpu else "DRAM"
         self.gpu = store.tensors[0].get_device() if on_gpu else 0
         self.thread = ThreadPoolExecutor(1, "nixl")
+        self._met: Counter[Any] = Counter()  # names, by links that lead there: one may end behind its successor's start
+        self._meeting = threading.Lock()
 
     def reachable(self, share: Share) -> Reachable:
         about = base64.b64encode(self._agent.get_agent_metadata()).decode()
@@ -74,10 +79,25 @@ class Agent:
 
     def meet(self, other: Reachable) -> Any:
         """Its name. Raises OSError where it cannot be reached."""
-        try:
-            return self._agent.add_remote_agent(base64.b64decode(other.agent))
-        except Exception as error:  # NIXL's errors have no base of their own
-            raise OSError(f"NIXL: {error}") from error
+        with self._meeting:
+            try:
+                name = self._agent.add_remote_agent(base64.b64decode(other.agent))
+            except Exception as error:  # NIXL's errors have no base of their own
+                raise OSError(f"NIXL: {error}") from error
+            self._met[name] += 1
+        return name
+
+    def part(self, name: Any) -> None:
+        """One that was met is needed by one link less. It is forgotten behind what is being written there."""
+        self.thread.submit(self._part, name)
+
+    def _part(self, name: Any) -> None:
+        with self._meeting:
+            self._met[name] -= 1
+            if not self._met[name]:
+                del self._met[name]
+                with contextlib.suppress(Exception):  # it has gone by itself
+                    self._agent.remove_remote_agent(name)
 
     def write(self, name: Any, here: np.ndarray, there: np.ndarray) -> None:
         """Memory `here` to `there`, (address, bytes, GPU) a row each. Returns when it is there; raises OSError where it
@@ -112,7 +132,16 @@ class NixlLink:
             self._names[rank] = self.agent.meet(others[rank])
             return _placed(others[rank], holding)
 
-        self._parts = holding.parts([other.share for other in others], open_store)
+        try:
+            self._parts = holding.parts([other.share for other in others], open_store)
+        except OSError:  # of the ranks that were reached
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nothing will be written any more."""
+        for name in self._names.values():
+            self.agent.part(name)
 
     def rows(self, layer: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[Any, np.ndarray, np.ndarray]]:
         """What is to be written of blocks (here, there): an agent's name, and memory here and there."""

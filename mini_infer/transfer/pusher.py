@@ -76,7 +76,9 @@ class Pusher:
         self._ends[link] = way
 
     def disconnect(self, link: int) -> None:
-        self._ends.pop(link, None)
+        end = self._ends.pop(link, None)
+        if isinstance(end, NixlLink):
+            end.close()
 
     def open(self, transfer_id: int, link: int, theirs: int) -> None:
         """The pushes of this transfer go there, where it is called `theirs`."""

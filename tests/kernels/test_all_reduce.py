@@ -23,6 +23,7 @@ from mini_infer.kernels.all_reduce import (
     gather_columns,
     gather_places,
     look_up,
+    two_shot_places,
 )
 from mini_infer.parallel.context import tree_sum
 
@@ -33,7 +34,10 @@ ROWS, SIZE = [3, 1, 4, 2, 4], 40
 class Group:
     """Inboxes of `world` ranks, for numbers of a dtype."""
 
-    def __init__(self, world: int, places: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, world: int, places: int, size: int, dtype: torch.dtype, shots: int = 1) -> None:
+        self._shots = shots
+        if shots == 2:
+            places, size = two_shot_places(places, size, world, dtype.itemsize)
         num_bytes = Mailbox.num_bytes(places, world, size, dtype.itemsize)
         self._places, self._size = places, size
         self.inboxes = torch.full((world, num_bytes), 255, dtype=torch.uint8).share_memory_()
@@ -41,7 +45,7 @@ class Group:
     def mailbox(self, rank: int) -> Mailbox:
         addresses = torch.tensor([own.data_ptr() for own in self.inboxes])
         turns, stop = torch.zeros(self._places, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        return Mailbox(rank, self._size, addresses, turns, stop)
+        return Mailbox(rank, self._size, addresses, turns, stop, self._shots)
 
 
 def drawn(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -59,23 +63,23 @@ def on_ranks(world: int, work: Callable[..., None], *given: Any) -> None:
     assert [process.exitcode for process in ranks] == [0] * world
 
 
-def sums(rank: int, group: Group, dtype: torch.dtype, out: Tensor) -> None:
-    """What a rank does, which is late now and then: its own part, then the sum, again and again."""
+def sums(rank: int, groups: list[Group], dtype: torch.dtype, out: Tensor) -> None:
+    """What a rank does, which is late now and then: its own part, then the sum, again and again. Groups take turns."""
     torch.set_num_threads(1)
-    mailbox, weight = group.mailbox(rank), torch.linspace(0.5, 2, SIZE).to(dtype)
+    mailboxes, weight = [group.mailbox(rank) for group in groups], torch.linspace(0.5, 2, SIZE).to(dtype)
     for call, rows in enumerate(ROWS):
         x, residual = drawn(10 * call + rank, rows, SIZE, dtype), drawn(10 * call + 9, rows, SIZE, dtype)
         time.sleep(0.01 * ((call + rank) % 3))
-        normed, total = all_reduce_add_norm(mailbox, x, residual, weight, EPS)
-        out[call, rank, 0, :rows], out[call, rank, 1, :rows] = normed, total
-        out[call, rank, 2, :rows] = all_reduce(mailbox, x)
+        found = [*all_reduce_add_norm(mailboxes[call % 2], x, residual, weight, EPS)]
+        found += [all_reduce(mailbox, x) for mailbox in mailboxes]
+        out[call, rank, :4, :rows] = torch.stack(found)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32)])
 def test_all_ranks_get_the_sum_of_all_parts(world: int, dtype: torch.dtype) -> None:
-    group = Group(world, max(ROWS), SIZE, dtype)
-    out = torch.zeros(len(ROWS), world, 3, max(ROWS), SIZE, dtype=dtype).share_memory_()
-    on_ranks(world, sums, group, dtype, out)
+    groups = [Group(world, max(ROWS), SIZE, dtype, shots) for shots in (1, 2)]
+    out = torch.zeros(len(ROWS), world, 4, max(ROWS), SIZE, dtype=dtype).share_memory_()
+    on_ranks(world, sums, groups, dtype, out)
     weight = torch.linspace(0.5, 2, SIZE).to(dtype)
     for call, rows in enumerate(ROWS):
         parts = [drawn(10 * call + rank, rows, SIZE, dtype) for rank in range(world)]
@@ -85,6 +89,7 @@ def test_all_ranks_get_the_sum_of_all_parts(world: int, dtype: torch.dtype) -> N
             for got, want in zip(out[call, rank, :2, :rows], expected, strict=True):
                 torch.testing.assert_close(got, want, rtol=2.5 * torch.finfo(dtype).eps, atol=1e-6)
             assert torch.equal(out[call, rank], out[call, 0]), "ranks must agree to the bit"
+        assert torch.equal(out[call, 0, 2], out[call, 0, -1]), "two shots add up as one does"
         if world != 3:
             whole = tree_sum(torch.stack(parts).float()).to(dtype)
             assert torch.equal(out[call, 0, 2, :rows], whole), "parts are added up as a balanced tree"

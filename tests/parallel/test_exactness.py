@@ -113,22 +113,24 @@ PARAMS = [
 ]
 
 
-def answers(
-    make_engine: MakeEngine, shape: dict[str, Any], parallel: dict[str, int], asked: slice = slice(None)
-) -> list[Any]:
+def answers(make_engine: MakeEngine, shape: dict[str, Any], parallel: dict[str, int], asked: slice) -> list[Any]:
     engine = make_engine(
         model={"path": "made up", "load_format": "dummy", "hf_config": shape},
         parallel=parallel,
         numerics="batch_invariant",
         scheduler={"max_num_batched_tokens": 8, "max_num_seqs": 4},
     )
+    assert ("in two shots above 4" in engine.startup.all_reduce) == (engine.startup.tensor_parallel > 2)
     outputs = engine.generate(PROMPTS[asked], PARAMS[asked])
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-def test_one_two_and_four_ranks_give_the_same_bits(make_engine: MakeEngine) -> None:
-    one, two, four = (answers(make_engine, SHAPE, {"tensor": size}) for size in (1, 2, 4))
-    assert one == two == four
+def test_any_ranks_and_stages_give_the_same_bits(make_engine: MakeEngine) -> None:
+    """Four ranks send sums of few rows in one shot, and of more in two."""
+    layouts = ({"tensor": 1}, {"tensor": 4}, {"tensor": 1, "pipeline": 2}, {"tensor": 2, "pipeline": 2})
+    shape = {**SHAPE, "num_hidden_layers": 2}
+    one, *others = (answers(make_engine, shape, layout, slice(2, 3)) for layout in layouts)
+    assert [other == one for other in others] == [True] * 3
 
 
 @pytest.mark.parametrize(

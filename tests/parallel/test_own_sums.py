@@ -19,9 +19,11 @@ if torch.cuda.is_available():
 
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RankError
-from mini_infer.parallel import all_reduce, context, copied_sums, peer_memory
+from mini_infer.kernels import all_reduce as all_reduce_kernel
+from mini_infer.parallel import all_reduce, context, copied_sums, mailboxes, peer_memory
 from mini_infer.parallel.all_reduce import Collectives, open_store
 from mini_infer.parallel.context import ParallelContext
+from mini_infer.parallel.mailboxes import Mailboxes
 from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
 
 MakeEngine = Callable[..., LLMEngine]
@@ -89,6 +91,18 @@ def test_numbers_of_copied_sums_begin_again(make_engine: MakeEngine, monkeypatch
     own = make_engine(model=MODEL, scheduler=SMALL)
     assert own.startup.all_reduce.endswith("; halves of prompts by copies")
     assert tokens(own) == expected
+
+
+def test_what_is_measured_decides_who_sums_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks, of which this process is all: up to so many rows one shot is the fastest, then two, then NCCL."""
+    cpu, width = torch.device("cpu"), 32
+    boxes = Mailboxes(all_reduce_kernel, 0, 3, cpu, lambda values: [list(values)] * 3, width, [torch.float32], 64)
+    times = iter([9, 1, 2, 9, 2, 1, 9, 4, 3, 9, 10, 11])  # NCCL, one shot, two: of 8, 16, 32 and 64 rows
+    monkeypatch.setattr(mailboxes, "time_us", lambda *given: next(times))
+    said = boxes.settle(lambda *given: None)
+    assert said.startswith("our kernel up to 32 rows of 32, in two shots above 8, NCCL above (us by rows, ours in one")
+    assert [boxes.for_sum(rows, torch.empty(1, width)).shots for rows in (1, 8, 9, 32)] == [1, 1, 2, 2]
+    assert boxes.for_sum(33, torch.empty(1, width)) is None
 
 
 def test_kernels_that_are_measured_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

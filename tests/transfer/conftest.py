@@ -16,7 +16,7 @@ class StandIn:
     """Of NIXL's agent: it copies within the process, of a write when somebody looks whether it has been made."""
 
     def __init__(self, name: str, config: Any) -> None:
-        self._name, self._known = name, list[tuple[int, int]]()
+        self._name, self._known, self.peers = name, list[tuple[int, int]](), set[bytes]()
 
     def register_memory(self, tensors: list[torch.Tensor]) -> None:
         self._known += [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
@@ -27,13 +27,19 @@ class StandIn:
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if not metadata:
             raise RuntimeError("NIXL_ERR_INVALID_PARAM")
+        self.peers.add(metadata)
         return metadata
+
+    def remove_remote_agent(self, name: bytes) -> None:
+        self.peers.remove(name)
 
     def get_xfer_descs(self, rows: Any, kind: str) -> list[list[int]]:
         assert kind == "DRAM"
         return rows.tolist()
 
     def initialize_xfer(self, verb: str, here: list[list[int]], there: list[list[int]], name: bytes) -> Any:
+        if name not in self.peers:
+            raise RuntimeError("NIXL_ERR_NOT_FOUND")
         assert verb == "WRITE"
         assert len(here) == len(there)
         assert all(any(a <= at and at + size <= b for a, b in self._known) for at, size, _ in here)

@@ -125,6 +125,30 @@ def test_a_write_that_does_not_arrive_is_told(
     assert "did not reach the engine that asked for it: NIXL: a write ended as ERR" in caplog.text
 
 
+def test_a_peer_is_forgotten_with_its_last_link(nixl: None) -> None:
+    """A decoding engine that connects again may be there before its old link is seen to end."""
+    layout = LAYOUTS["latent"]
+    share = Share(0, layout.num_layers)
+    source, target = filled(layout, 6), filled(layout, 9)
+    pusher = Pusher(Holding(source, 0, [share], agent=Agent(source)))
+    there = Agent(target)  # which is the same one for both
+    assert all(pusher.connect(link, [there.reachable(share)]) for link in (1, 2))
+    links = [pusher._ends[link] for link in (1, 2)]
+
+    def arrives(link: int) -> bool:
+        pusher._ends[link] = links[link - 1]
+        pusher.open(1, link, 1)
+        pusher.begin([Push(1, PAIRS)])
+        pusher.layer(0)
+        pusher.end()
+        return pusher.close(1) != LOST
+
+    pusher.disconnect(1)
+    assert arrives(2)
+    pusher.disconnect(2)
+    assert not arrives(2), "nobody is known there"
+
+
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
