@@ -64,8 +64,8 @@ class Mailboxes:
             raise NoPeerAccess(f"a sum over ranks was wrong, or not there after {ANSWER_S:g} s")
 
     def _open_twice(self, dtype: torch.dtype) -> Any:
-        places = self.kernel.two_shot_places(self.most_rows, self._width, self._size, dtype.itemsize)
-        return self._open(*places, dtype)._replace(shots=2)
+        places, size = self.kernel.two_shot_places(self.most_rows, self._width, self._size, dtype.itemsize)
+        return self._open(places, size, dtype)._replace(shots=2)
 
     def _open(self, places: int, size: int, dtype: torch.dtype) -> Any:
         num_bytes = self.kernel.Mailbox.num_bytes(places, self._size, size, dtype.itemsize)
@@ -114,7 +114,8 @@ class Mailboxes:
         self.most_rows = 0  # meanwhile, sums are the library's
         most, once, about = 0, 0, []
         ways = [boxes[self._gathered] for boxes in (self._for_sums, self._twice) if boxes]
-        calls = [library, *(partial(self.kernel.all_reduce_add_norm, mailbox, eps=1e-6) for mailbox in ways)]
+        calls: list[Callable[..., object]] = [library]
+        calls += [partial(self.kernel.all_reduce_add_norm, mailbox, eps=1e-6) for mailbox in ways]
         for rows in (size for size in SIZES["cuda"] if size <= len(ways[0].turns)):
             x, residual = self._rows(rows, self._gathered), self._rows(rows, self._gathered)
             theirs, *ours = (
