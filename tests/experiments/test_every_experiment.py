@@ -76,6 +76,12 @@ FEW = {
         *("workload.streams=2", "workload.stream_output_tokens=6", "workload.prompts=2"),
         *("workload.prompt_every_s=0.01", "workload.prompt_tokens=1024"),
     ],
+    "trace": [
+        "workload.limit=4",
+        "workload.shrink=8",
+        "workload.max_prompt_tokens=200",
+        "workload.max_output_tokens=12",
+    ],
 }
 # On a CPU there is torch alone, so the sweeps keep what it can do.
 KERNELS = [
@@ -140,6 +146,13 @@ OWN = {
         *("experiment.prompt_tokens=[40]", "experiment.prompts=1", "experiment.count=3", "experiment.stream_tokens=4"),
         "experiment.mixes=[{name: long prompts, prompt_tokens: 40, output_tokens: 3, rates_per_s: [100], streams: 1}]",
     ],
+    "composition_moe": [  # which no dry model is
+        *("model=tiny_moe", "engine.model.device=cpu", "engine.model.dtype=float32", "engine.cache.memory_gib=0.03"),
+        *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.model.routing=learned"),
+        *("engine.model.max_model_len=256", "engine.scheduler.max_num_batched_tokens=256", "measure.repeats=1"),
+        *("workload.count=4", "workload.prefix_tokens=32", "workload.suffix_tokens=8", "workload.output_tokens=4"),
+        *("measure.gates=false", "measure.aa=never"),
+    ],
     "moe_layer": [
         *(option for option in KERNELS if option != "~experiment.variants.triton"),
         *("~experiment.variants.few", "~experiment.variants.grouped"),
@@ -180,12 +193,12 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
-NEEDS_A_TRACE = {"simulator_trace", "replicas_trace"}  # test_lab_simulated.py makes one up
+ELSEWHERE = {"simulator_trace"}  # test_lab_simulated.py runs it
 HEAVY = {"mla", "expert_parallel", "scaling"}  # whose points are more than a test can take
 # A dry model has nothing to share: tests/parallel has engines.
 OVER_RANKS = {"expert_parallel", "pipeline_parallel", "scaling"}
 NEEDS_TRITON = {"flash_decode", "kv_fp8", "mla_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
-LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
+LEFT_OUT = NEEDS_TRITON | ELSEWHERE
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +275,17 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
     overrides = [*chosen, *places, "measure.threads=1"]  # more of them would wait for each other on a busy machine
     if name in OWN:
         overrides += OWN[name]
+    elif name.endswith("_trace"):
+        trace = tmp_path / "mooncake.jsonl"
+        line = '{"timestamp": %d, "input_length": 1500, "output_length": 90, "hash_ids": [7, 8, %d]}\n'
+        trace.write_text("".join(line % (10 * number, number) for number in range(4)))
+        overrides += [
+            "model=dry",
+            "engine.model.device=cpu",
+            "engine.model.dry.max_model_len=2048",
+            "measure.repeats=1",
+        ]
+        overrides += [f"workload.path={trace}", *FEW["trace"]]
     elif name in PAIRED:
         overrides += [*_PAIR, *FEW[_kind(compose_config(*chosen, "model=tiny"))], *PAIRED[name]]
     else:
@@ -278,6 +302,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
         config.experiment.claims = []  # they are about points and sizes that this run does not have
         for variant in [*config.experiment.variants] if alone else ():
             if variant not in (*alone, config.experiment.baseline):
+                del config.experiment.variants[variant]
+        for variant in [*config.experiment.variants] if name == "composition_moe" else ():
+            if "chunked" in variant or "overlap" in variant:  # as in `composition`
                 del config.experiment.variants[variant]
         if name not in OWN:
             _leave_out_peers(config.experiment)

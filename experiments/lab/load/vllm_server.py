@@ -42,7 +42,8 @@ class Server:
         arguments = engine_arguments(config, folder)
         if config.model.hf_config is not None:
             arguments["tokenizer"] = write_tokenizer(folder / "tokenizer", config.model.hf_config["vocab_size"])
-        arguments |= {"api_server_count": settings["api_processes"], **settings["args"]}
+        arguments |= {"api_server_count": settings["api_processes"], "data_parallel_size": config.parallel.replicas}
+        arguments |= settings["args"]
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port = probe.getsockname()[1]
