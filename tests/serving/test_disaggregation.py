@@ -38,10 +38,11 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Prompts are computed chunk by chunk."""
+    """Prompts are computed chunk by chunk, by two ranks."""
     forks().imports("transformers.models.auto.modeling_auto")  # seconds, for each of the engines
     chunks = ("--scheduler.max_num_seqs", "8", "--scheduler.max_num_batched_tokens", "64", "--model.threads", "1")
-    flags = ("--model", "tiny-target", "--model.device", "cpu", "--parallel.hand_over", "always", *ROLES, *chunks)
+    ranks = ("--parallel.prefill_tensor", "2", "--parallel.hand_over", "always")
+    flags = ("--model", "tiny-target", "--model.device", "cpu", *ranks, *ROLES, *chunks)
     server = Server(("--port", "0", "--shutdown-timeout", "5", *flags))
     yield server
     server.http.close()
@@ -105,6 +106,21 @@ def test_what_the_decoding_engine_has_is_not_sent(server: Server) -> None:
 # --- faults -------------------------------------------------------------------------------------------------------
 
 
+def test_an_engine_that_loses_a_rank_costs_no_answer_and_starts_anew(server: Server) -> None:
+    expected, old = answer(server, 0), pids(server)
+    (rank,) = psutil.Process(old[0]).children()
+    decode = psutil.Process(old[1])
+    opened = decode.num_fds()
+    rank.kill()
+    assert answer(server, 0) == expected
+    wait_until_whole(server, unlike=old[0])
+    assert not psutil.wait_procs([rank], timeout=3)[1]
+    before = server.metrics()["kv_transfers_total"]
+    assert answer(server, 1)
+    assert server.metrics()["kv_transfers_total"] == before + 1, "its successor computes prompts"
+    assert decode.num_fds() <= opened, "nothing of the lost one is left where it was met"
+
+
 @pytest.fixture(scope="module")
 def dry() -> Iterator[Server]:
     """A prompt of 2,000 tokens takes half a second, in chunks of 256."""
@@ -126,7 +142,7 @@ def wait_until_whole(server: Server, unlike: int) -> None:
         with http_client(server.url) as client:
             return client.get("/healthz").json()["status"] == "ok" and unlike not in pids(server)
 
-    wait_for(is_whole, timeout=30)
+    wait_for(is_whole, timeout=120)  # where others compute, too, a model and its ranks take a while
 
 
 @pytest.mark.parametrize(
