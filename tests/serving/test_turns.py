@@ -119,6 +119,38 @@ def test_no_event_of_a_batch_begins_within_another_one() -> None:
     assert b"<short>" in events
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_deadline_within_a_long_event_comes_behind_it(prompts: int) -> None:
+    """Of two prompts the other one is told of it while the event is written."""
+    num_blocks = 20
+
+    class Render:
+        def event(self, prompt: int, delta: Delta) -> bytes | Iterator[bytes]:
+            return iter([b"<", *[b"x" * BLOCK] * num_blocks, b">"]) if prompt == 0 else b"<short>"
+
+    async def main() -> bytes:
+        streams = [Stream(1, 1, lambda: None) for _ in range(prompts)]
+        streams[0].deadline = asyncio.get_running_loop().time() + 0.003
+        sent: list[bytes] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        answer = EventStream(streams, Render(), Running(), "id")  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(answer({}, receive, send))
+        streams[0].put(Delta(0, 0, "", [1]))
+        await writing
+        return b"".join(sent)
+
+    event, error = asyncio.run(main()).split(b">")
+    assert len(event) == 1 + num_blocks * BLOCK
+    assert error.startswith(b'data: {"error"')
+    assert b"deadline_exceeded" in error
+
+
 @pytest.mark.parametrize("silent", [0, 1])
 def test_who_comes_last_is_not_closed_to_make_room(silent: int) -> None:
     async def main() -> None:

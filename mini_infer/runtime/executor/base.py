@@ -68,6 +68,9 @@ class Executor:
         """No request has it, or will have it."""
         self.runner.forget_adapter(key)
 
+    def require_alive(self) -> None:
+        """Raises RankError where a process that it needs has ended meanwhile: steps find out by themselves."""
+
     def close(self) -> None:
         """Ends other processes, where it has any. There are no steps afterwards."""
 

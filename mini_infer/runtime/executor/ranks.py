@@ -79,6 +79,9 @@ class RanksExecutor(LocalExecutor):
             )
         return key
 
+    def require_alive(self) -> None:
+        self._ranks.require_alive()
+
     def close(self) -> None:
         self._end()
 

@@ -84,7 +84,7 @@ class Answer(Response):
         self._render = render
         self._running = running
         self._ended_by: ApiError | None = None
-        self._aborted = False
+        self._aborted = self._left = False
         self._common_headers = [(b"x-request-id", request_id.encode()), (b"cache-control", b"no-cache")]
         self.background = None  # what FastAPI asks of a Response
         self.status_code = 200
@@ -92,7 +92,7 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._running.answers.add(self)
         watch = asyncio.ensure_future(_disconnected(receive))
-        watch.add_done_callback(self._abort)
+        watch.add_done_callback(self._leave)
         deadline = min((stream.deadline for stream in self._streams if stream.deadline is not None), default=None)
         # The engine keeps it, too, and ends the request sooner; unless it hangs.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.end, _bad_end(DEADLINE))
@@ -112,7 +112,11 @@ class Answer(Response):
         self._ended_by = error
         self._abort()
 
-    def _abort(self, _: object = None) -> None:
+    def _leave(self, _: object) -> None:
+        self._left = True
+        self._abort()
+
+    def _abort(self) -> None:
         self._aborted = True
         for stream in self._streams:
             stream.abort()
@@ -134,9 +138,9 @@ class Answer(Response):
             raise ApiError(CLIENT_LEFT, "the client closed the connection", code="client_left")  # for the log alone
 
     def _write(self, written: Iterator[bytes], send: Callable[[bytes], Blocked]) -> Coroutine[Any, Any, None]:
-        """All of it, or as much as there is somebody to read it."""
+        """All of it, or as much as there is somebody to read it: what has begun ends, even behind its deadline."""
         blocks = in_blocks(written, BLOCK, BLOCK_S)
-        return self._running.write(takewhile(lambda _: not self._aborted, blocks), send)
+        return self._running.write(takewhile(lambda _: not self._left, blocks), send)
 
     async def _run(self, send: Send, server_send: Send) -> None:
         """`server_send` is quicker, and knows nothing of the framework's: for when `send` has begun the answer."""
@@ -164,7 +168,7 @@ class WholeAnswer(Answer):
         await self._write(
             pieces(whole), lambda block: send({"type": "http.response.body", "body": block, "more_body": True})
         )
-        if not self._aborted:
+        if not self._left:
             await send({"type": "http.response.body"})
 
     async def _collect(self, stream: Stream) -> list[Delta]:
@@ -197,7 +201,7 @@ class EventStream(Answer):
         def told(events: Event) -> Blocked:
             if isinstance(events, bytes) and not self._writing.locked():
                 return send_body(events) if events else None
-            return written(events)
+            return asyncio.shield(written(events))  # another prompt's end cuts no event
 
         async def written(events: Event) -> None:
             async with self._writing:
@@ -234,8 +238,9 @@ class EventStream(Answer):
     async def _fail(self, error: ApiError, send: Send) -> None:
         if not self._started:
             raise error
-        # No [DONE] behind it: the answer is not complete.
-        await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
+        async with self._writing:
+            # No [DONE] behind it: the answer is not complete.
+            await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
 
 
 def joined(events: Sequence[Event]) -> Event:

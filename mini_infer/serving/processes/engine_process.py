@@ -132,6 +132,7 @@ class EngineServer:
             self._bound.stepped(self._engine.scheduler)
             self._tell_stats(STATS_INTERVAL_S if self._engine.has_unfinished_requests() else 0.0)
         else:
+            self._engine.executor.require_alive()
             self._hand_out([])
             self._tell_stats(HEARTBEAT_S)
         for connection in list(self._connections):
