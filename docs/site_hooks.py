@@ -15,6 +15,7 @@ PICTURE = ".png"
 EXAMPLES = "examples.md"  # a page of these notebooks, which are scripts
 NOTEBOOKS = ("first_tokens", "scheduler_policy", "workload", "read_results", "server_and_clients")
 CELL = re.compile(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", re.DOTALL | re.MULTILINE)
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"  # code, which would hide the pages that explain it
 SHOWN = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
@@ -45,7 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
             text = f"```{SHOWN[path.suffix]}\n{path.read_text('utf-8')}\n```"
         else:
             continue
-        files.append(File.generated(config, _page_of(target), content=f"# {target}\n\n{text}\n"))
+        head = "" if path.suffix == ".md" else UNSEARCHED
+        files.append(File.generated(config, _page_of(target), content=f"{head}# {target}\n\n{text}\n"))
     return files
 
 
@@ -84,6 +86,8 @@ def _placed(text: str, source: str, page: str, known: set[str] | None = None) ->
         shown = (ROOT / target).is_dir() or suffix in (".md", PICTURE, *SHOWN)
         own = {file: name for name, file in PAGES.items()}
         inside = target.removeprefix("docs/") if target.startswith("docs/") else own.get(target)
+        if inside and (ROOT / target).is_dir():
+            inside += "/index.md"
         if not shown or not (inside or known is None or target in known):
             return link[1].lstrip("!")[1:-1]
         to = inside or (f"files/{target}" if suffix == PICTURE else _page_of(target))
