@@ -1,12 +1,12 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of many requests in one step: y += B A x, each token with its own A and B.
 
     group    tokens of one adapter become neighbours, once a step:   order  [ 4 0 7 | 2 5 | 1 ]
-                                                                     groups   slot 3  slot 0  slot 6
+                                                                     spans    slot 3  slot 0  slot 6
     shrink   x [T, K] --> A of the token's slot --> [T, parts, R], R numbers for each part of a merged product
     expand   that --> B of the token's slot --> added to y [T, N]
 
 These are the definitions, in torch, and wait for the device; lora_kernels.py does each in one launch, from which
-nothing waits, so that CUDA graphs have them. Tokens without an adapter are in no group: nothing reads or writes them.
+nothing waits, so that CUDA graphs have them. Tokens without an adapter are in no span: nothing reads or writes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,24 @@ class Groups(NamedTuple):
     """Tokens of a step by adapter. The memory is the same in every step."""
 
     order: Tensor  # [most tokens] int32: indices of the tokens that have an adapter, those of one side by side
-    of_slot: Tensor  # [slots, 3] int32: slot, begin and end in `order` of each group; an end of 0: there are no more
+    spans: Tensor  # [most spans, 3] int32: slot, begin and end in `order`; an end of 0: there are no more
+    num_slots: int
+
+
+def new_groups(num_slots: int, most_tokens: int, device: torch.device) -> Groups:
+    order = torch.zeros(most_tokens, dtype=torch.int32, device=device)
+    return Groups(order, torch.zeros(num_slots + most_tokens // 16, 3, dtype=torch.int32, device=device), num_slots)
+
+
+def span(num_tokens: int) -> int:
+    """Tokens of one adapter that a program takes at most: few where a step has few, so that programs work side by side,
+    and else more, so that its weights are not read again for each few of them."""
+    return 16 if num_tokens <= 512 else 64
+
+
+def most_spans(slots: int, num_tokens: int) -> int:
+    """Of a step, however its tokens are spread over adapters."""
+    return min(num_tokens, slots + num_tokens // span(num_tokens))
 
 
 def group(groups: Groups, slots: Tensor, owners: Tensor, num_tokens: int) -> None:
@@ -46,8 +63,14 @@ def group(groups: Groups, slots: Tensor, owners: Tensor, num_tokens: int) -> Non
     found, counts = of_token[order].unique_consecutive(return_counts=True)
     ends = counts.cumsum(0)
     groups.order[: len(order)] = order.int()
-    groups.of_slot.zero_()
-    groups.of_slot[: len(found)] = torch.stack((found, ends - counts, ends), dim=1).int()
+    each = span(num_tokens)
+    spans = [
+        (slot, first, min(first + each, end))
+        for slot, begin, end in torch.stack((found, ends - counts, ends), dim=1).tolist()
+        for first in range(begin, end, each)
+    ]
+    groups.spans.zero_()
+    groups.spans[: len(spans)] = torch.tensor(spans, dtype=torch.int32).view(-1, 3)
 
 
 def shrink(x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None) -> Tensor:
@@ -72,4 +95,4 @@ def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups) -> N
 
 def _each(groups: Groups) -> list[tuple[int, Tensor]]:
     """(slot, its tokens [n])"""
-    return [(slot, groups.order[begin:end].long()) for slot, begin, end in groups.of_slot.tolist() if end]
+    return [(slot, groups.order[begin:end].long()) for slot, begin, end in groups.spans.tolist() if end]

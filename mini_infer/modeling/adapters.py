@@ -23,7 +23,7 @@ from mini_infer.core.errors import ModelError
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import NO_ADAPTER
 from mini_infer.kernels.interface import Kernels
-from mini_infer.kernels.lora import Groups, LoraWeights
+from mini_infer.kernels.lora import LoraWeights, new_groups
 from mini_infer.modeling.linear_methods.adapted import AdaptedLinear
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape
 from mini_infer.modeling.peft_folder import PeftFolder
@@ -58,9 +58,13 @@ class Adapters:
         self._slots: list[str | None] = [None] * self.num_slots  # what is in each
         self._of_request = np.full(num_requests + 1, NO_ADAPTER, dtype=np.int32)
         self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
-        order = torch.zeros(most_tokens, dtype=torch.int32, device=device)
-        self._groups = Groups(order, torch.zeros(self.num_slots, 3, dtype=torch.int32, device=device))
+        self._groups = new_groups(self.num_slots, most_tokens, device)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return sum(layer.stack.a.nbytes + layer.stack.b.nbytes for layer in self._layers)
 
     def modes(self) -> Iterator[bool]:
         """What `active` can be, one after the other, for those who compile, measure and capture: until the next one

@@ -36,5 +36,10 @@ def test_graphs_are_told_by_kind_with_what_is_missing() -> None:
     )
 
 
+def test_memory_of_adapters_is_told_where_there_are_some() -> None:
+    assert "adapters" not in _facts(STARTUP)
+    assert _facts(replace(STARTUP, adapter_bytes=3 * 2**29))["adapters"] == "1.50 GiB"
+
+
 def test_on_a_cpu_the_config_says_it_all() -> None:
     assert _facts(replace(STARTUP, device="cpu")) == {}

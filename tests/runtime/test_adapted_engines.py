@@ -132,6 +132,7 @@ def test_requests_without_one_get_what_an_engine_without_any_gives(engine: LLMEn
     plain = LLMEngine(EngineConfig.from_dict({"model": {"path": MODEL, "device": "cpu", "max_model_len": 128}}))
     expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]
     plain.close()
+    assert engine.startup.adapter_bytes > plain.startup.adapter_bytes == 0
     assert tokens(engine, PROMPTS, GREEDY, None) == expected
     assert tokens(engine, PROMPTS * 2, GREEDY, [None] * 2 + NAMES[:2])[:2] == expected
 

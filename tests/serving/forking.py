@@ -159,7 +159,8 @@ class Forks:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], places: Mapping[int, int]) -> Child:

@@ -128,6 +128,7 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
         **_speculation(startup),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
+        **({"adapters": f"{startup.adapter_bytes / 2**30:.2f} GiB"} if startup.adapter_bytes else {}),
         "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB{_saved(startup)}",
         "started in": f"{startup.seconds:.1f} s",
     }

@@ -61,6 +61,7 @@ class StartupReport:
     kv_token_bytes: int = 0  # that the target keeps of a token
     kv_token_bytes_of_heads: int = 0  # ... and would keep of keys and values of every KV head, in its dtype
     weight_bytes: int = 0
+    adapter_bytes: int = 0  # of all slots on the device
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0
 

@@ -330,6 +330,7 @@ class Worker:
             kv_token_bytes=target.kv_layout.bytes_per_token,
             kv_token_bytes_of_heads=target.spec.heads_layout(target.dtype).bytes_per_token,
             weight_bytes=target.weight_bytes,
+            adapter_bytes=self.adapters.num_bytes if self.adapters else 0,
             seconds=self._phase.total,
             phases=self._phase.seconds,
             **self._captured,

@@ -17,7 +17,7 @@ from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
-MEMORY = ("weights", "draft model", "KV", "CUDA graphs")  # begin what an engine says of its sizes
+MEMORY = ("weights", "adapters", "draft model", "KV", "CUDA graphs")  # begin what an engine says of its sizes
 _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
 Rows = dict[str, dict[str, float]]  # the sizes of each row's pieces
 
