@@ -1,5 +1,5 @@
-"""What mkdocs is told beside mkdocs.yml: README and CONTRIBUTING are pages, and links from docs/ into the repository
-lead to pages with the files, so that the site is whole without a network."""
+"""What mkdocs is told beside mkdocs.yml: README and CONTRIBUTING are pages, examples/ is one, and links from docs/ into
+the repository lead to pages with the files, so that the site is whole without a network."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}  # page -> file of the repository
-LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]+)(#[^)]*)?\)")
+LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s#]+)(#[^)]*)?\)")  # an interval in its text is no end
 PICTURE = ".png"
+EXAMPLES = "examples.md"  # a page of these notebooks, which are scripts
+NOTEBOOKS = ("first_tokens", "scheduler_policy", "workload", "read_results", "server_and_clients")
+CELL = re.compile(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", re.DOTALL | re.MULTILINE)
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"  # code, which would hide the pages that explain it
 SHOWN = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, EXAMPLES, content=_examples()))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=_placed((ROOT / source).read_text("utf-8"), source, page)))
     wanted: set[str] = set()
     for file in list(files):
-        if file.is_documentation_page():
+        if file.is_documentation_page() and file.src_uri != EXAMPLES:
             source = PAGES.get(file.src_uri, f"docs/{file.src_uri}")
             wanted |= _targets((ROOT / source).read_text("utf-8"), source)
     reports = [target for target in wanted if target.endswith(".md")]
@@ -41,14 +46,32 @@ def on_files(files: Any, config: Any) -> Any:
             text = f"```{SHOWN[path.suffix]}\n{path.read_text('utf-8')}\n```"
         else:
             continue
-        files.append(File.generated(config, _page_of(target), content=f"# {target}\n\n{text}\n"))
+        head = "" if path.suffix == ".md" else UNSEARCHED
+        files.append(File.generated(config, _page_of(target), content=f"{head}# {target}\n\n{text}\n"))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    if page.file.src_uri in PAGES or page.file.src_uri.startswith("files/"):
+    if page.file.src_uri in (*PAGES, EXAMPLES) or page.file.src_uri.startswith("files/"):
         return markdown
     return _placed(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+
+
+def _examples() -> str:
+    """Prose and code of the notebooks' cells."""
+    parts = [
+        "# Examples\n",
+        "Scripts whose cells (`# %%`) are those of a notebook: run `python examples/NAME.py`, or open it in an editor "
+        "that knows them (VS Code, PyCharm, or Jupyter with jupytext). Tests run all of them.\n",
+    ]
+    for name in NOTEBOOKS:
+        for prose, cell in CELL.findall((ROOT / "examples" / f"{name}.py").read_text("utf-8")):
+            if prose:
+                text = re.sub(r"^# ?", "", cell, flags=re.MULTILINE)
+                parts.append(re.sub(r"^#", "##", text, flags=re.MULTILINE))
+            else:
+                parts.append(f"```python\n{cell.strip()}\n```\n")
+    return "\n".join(parts)
 
 
 def _placed(text: str, source: str, page: str, known: set[str] | None = None) -> str:
@@ -63,6 +86,8 @@ def _placed(text: str, source: str, page: str, known: set[str] | None = None) ->
         shown = (ROOT / target).is_dir() or suffix in (".md", PICTURE, *SHOWN)
         own = {file: name for name, file in PAGES.items()}
         inside = target.removeprefix("docs/") if target.startswith("docs/") else own.get(target)
+        if inside and (ROOT / target).is_dir():
+            inside += "/index.md"
         if not shown or not (inside or known is None or target in known):
             return link[1].lstrip("!")[1:-1]
         to = inside or (f"files/{target}" if suffix == PICTURE else _page_of(target))

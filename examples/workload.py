@@ -1,13 +1,11 @@
-"""Your own workload: requests as you describe them, served by two engines, measured by the lab's own formulas.
+# %% [markdown]
+# # Your own workload
+#
+# Requests as you describe them, served by two engines, measured by the lab's own formulas.
+#
+# As a script: `python examples/workload.py`
 
-python examples/workload.py
-
-To have it in experiments, put the class beside the others in experiments/lab/workloads, name it in their table, and
-give it a file in conf/workload.
-"""
-
-from __future__ import annotations
-
+# %%
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,11 +21,14 @@ from mini_infer.core.config import CacheConfig
 
 METRICS = ("ttft_ms", "requests_per_s", "prefix_hit_rate")
 
+# %% [markdown]
+# Questions about few long files: each question is short, and stands behind one of the files. A workload makes token
+# ids, so that a prompt has exactly the length that is stated, from a seed, so that it can be made again.
 
+
+# %%
 @dataclass(frozen=True)
 class Reviews(Workload):
-    """Questions about few long files: each question is short, and stands behind one of the files."""
-
     kind: ClassVar[str] = "reviews"
 
     files: int = 2
@@ -56,22 +57,25 @@ class Reviews(Workload):
         return Inputs(tuple(items), tuple(warmup))
 
 
-def main() -> None:
-    workload = Reviews()
-    for caching in (False, True):
-        config = EngineConfig(model="tiny-target", cache=CacheConfig(prefix_caching=caching, memory_gib=0.1))
-        inputs = workload.make(ModelVocabulary(config.model), seed=0)
-        engine = LLMEngine(config)
-        drive(engine, inputs.warmup, workload.in_flight)
-        served = drive(engine, inputs.measured, workload.in_flight)
-        engine.close()
-        found = formulas.measure(served, METRICS)
-        print(f"prefix cache {'on' if caching else 'off'}:")
-        for name, value in found.items():
-            metric = formulas.describe(name)
-            print(f"  {metric.label}: {value.reason if isinstance(value, Missing) else f'{value:.3g} {metric.unit}'}")
-    print("One pass of each says little; an experiment repeats them in turns, and gives an interval.")
+# %% [markdown]
+# ## Served with and without a prefix cache
 
+# %%
+workload = Reviews()
+for caching in (False, True):
+    config = EngineConfig(model="tiny-target", cache=CacheConfig(prefix_caching=caching, memory_gib=0.1))
+    inputs = workload.make(ModelVocabulary(config.model), seed=0)
+    engine = LLMEngine(config)
+    drive(engine, inputs.warmup, workload.in_flight)
+    served = drive(engine, inputs.measured, workload.in_flight)
+    engine.close()
+    found = formulas.measure(served, METRICS)
+    print(f"prefix cache {'on' if caching else 'off'}:")
+    for name, value in found.items():
+        metric = formulas.describe(name)
+        print(f"  {metric.label}: {value.reason if isinstance(value, Missing) else f'{value:.3g} {metric.unit}'}")
 
-if __name__ == "__main__":
-    main()
+# %% [markdown]
+# One pass of each says little; an experiment repeats them in turns, and gives an interval. To have the workload there,
+# put the class beside the others in `experiments/lab/workloads`, name it in their table, and give it a file in
+# `conf/workload`.

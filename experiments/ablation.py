@@ -71,7 +71,7 @@ class Ablation(Experiment):
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
         if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
-            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
+            raise ConfigError(variants.NO_ADDRESS)
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *spec.search.points, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}

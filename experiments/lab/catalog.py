@@ -15,6 +15,7 @@ from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import suggest
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.schema import SHORT
+from mini_infer.assets import shipped_path
 from mini_infer.core.config import LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model_files import local_folder, safetensors_files
@@ -220,7 +221,7 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        is_path = "/" in value or Path(value).is_dir()
+        is_path = "/" in value or Path(value).is_dir() or shipped_path(value) is not None
         if key == "model" and is_path and not (conf / "model" / f"{value}.yaml").exists():
             argument = f"engine.model.path={value}"
         if key.startswith("slo."):

@@ -88,7 +88,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
     trackers.track(stored, report.figure_paths(reports, stored), tracker, root)
     if findings.error is not None:
-        _stop(findings, findings.error, written)
+        _stop(findings, findings.error, written, steps.pace)
     return path
 
 
@@ -187,11 +187,11 @@ def _report(results: Path, reports: Path, written: Path, page: str) -> Path:
         ) from error
 
 
-def _stop(findings: Findings, error: BaseException, written: Path) -> None:
+def _stop(findings: Findings, error: BaseException, written: Path, pace: str) -> None:
     """Ends a run that was stopped in the middle, after what it had is safe."""
     message = f"{findings.status}, in {written}"
     if isinstance(error, KeyboardInterrupt):
-        print(message, file=sys.stderr)
+        print(". ".join(filter(None, [message, pace])), file=sys.stderr)
         raise KeyboardInterrupt from error  # which ends a sweep, too
     if not isinstance(error, MiniInferError):
         traceback.print_exception(error)

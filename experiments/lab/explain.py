@@ -17,6 +17,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from mini_infer.assets import SHIPPED
 from mini_infer.core.errors import MiniInferError
 
 
@@ -27,7 +28,9 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         return str(error)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"unknown option {group}={name}{suggest(name, error.options)}" + _extra(group, name)
+        options = [option for option in error.options if not option.startswith("_")]  # which others build on
+        options += SHIPPED if group == "model" else ()
+        return f"unknown option {group}={name}{suggest(name, options)}" + _extra(group, name)
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"

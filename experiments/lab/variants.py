@@ -16,6 +16,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.runtime import preflight
 
 ABLATION = "experiments.ablation.Ablation"
+NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhost:8000, say"
 
 
 def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
@@ -38,11 +39,18 @@ def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kin
 
 
 def require_possible(config: DictConfig) -> None:
-    """Raises ConfigError or ModelError where an engine that the experiment is to measure cannot start here."""
-    if config.axes.scale == axes.NO_SCALE or config.axes.via == axes.URL:
+    """Raises ConfigError or ModelError where what the experiment is to measure cannot start here."""
+    if config.axes.via == axes.URL and config.peers.http.url is None:
+        raise ConfigError(NO_ADDRESS)
+    if config.axes.scale == axes.NO_SCALE:
+        if config.hardware.device is None:  # else who measures nothing on it may go on
+            preflight.require_device(schema.engine_config(config.engine))
         return
-    system = config.measure.system
-    if system is not None and not Kind(system).can.ours:
+    schema.workload(config).require_files()
+    system = Kind(config.measure.system or Kind.engine)
+    if system.can.needs_gpu and not preflight.sees_gpu():
+        raise ConfigError(f"system={system.value}: {system.label} is measured on a GPU, and none is visible here")
+    if config.axes.via == axes.URL or not system.can.ours:
         return
     asked, spec, checked = schema.of_points(config), schema.plain(config.experiment), list[EngineConfig]()
     if spec.get("_target_") != ABLATION:  # others make engines of their own, of this model

@@ -1,13 +1,15 @@
-"""What a folder is to become, checked before anything is read."""
+"""What a folder is to become, checked before anything is read, and without torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.errors import ConfigError
-from mini_infer.quantization.formats import SCHEMES, Scheme
+
+if TYPE_CHECKING:
+    from mini_infer.quantization.formats import Scheme
 
 
 class Method(str, Enum):
@@ -18,9 +20,9 @@ class Method(str, Enum):
 
 
 METHODS = {
-    "w4a16": (Method.gptq, Method.awq, Method.rtn),
     "w8a8": (Method.smoothquant, Method.rtn),
     **dict.fromkeys(("w8a16", "mixed", "fp8", "fp8_block"), (Method.rtn,)),
+    "w4a16": (Method.gptq, Method.awq, Method.rtn),
 }
 GROUPS = (32, 64, 128)
 
@@ -29,7 +31,7 @@ GROUPS = (32, 64, 128)
 class Recipe:
     """
     Attributes:
-        scheme: a name in SCHEMES.
+        scheme: a name in METHODS, which are those of SCHEMES.
         group: columns that share a scale, for w4a16.
         symmetric: without zeros, for w4a16.
         act_order: GPTQ takes the columns with the largest inputs first.
@@ -52,8 +54,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"--scheme must be one of {', '.join(SCHEMES)}; got {self.scheme}")
+        if self.scheme not in METHODS:
+            raise ConfigError(f"--scheme must be one of {', '.join(METHODS)}; got {self.scheme}")
         allowed = METHODS[self.scheme]
         if self.method not in allowed:
             names = " or ".join(method.value for method in allowed)
@@ -73,6 +75,8 @@ class Recipe:
 
     @property
     def formats(self) -> Scheme:
+        from mini_infer.quantization.formats import SCHEMES
+
         return SCHEMES[self.scheme].grouped(self.group, self.symmetric)
 
     @property

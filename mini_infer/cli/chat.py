@@ -78,7 +78,8 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
             takes no conversations.
     """
     for remark in remarks(parse(flags)):
-        raise ChatError(f"{remark}: give --chat-template FILE, or choose another model")
+        instead = "name the missing one (--model.tokenizer, --chat-template), or choose another model"
+        raise ChatError(f"{remark}. A conversation takes both: {instead}")
     with tempfile.TemporaryFile("w+", prefix="mini-infer-chat-") as said:
         # In a session of its own: Ctrl-C stops an answer, not the server.
         process = start_server([*flags, "--port", "0"], stderr=said, start_new_session=True)

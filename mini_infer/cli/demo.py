@@ -18,6 +18,8 @@ from mini_infer.cli.demo_scenes import DRY, SCENES, TIME_MODEL, Scene
 from mini_infer.cli.demo_view import view
 from mini_infer.core.config import DryConfig
 from mini_infer.core.errors import MiniInferError
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.runtime import preflight
 
 NAME = "mini-infer-demo"
 ALL = "all"
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     plain = args.plain or not sys.stdout.isatty()
     try:
+        if args.model != DRY:
+            preflight.check_model(ModelConfig(path=args.model))
         for scene in scenes:
             for line in play(scene, args.model, console, plain):
                 _say(console, line)

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mini_infer.calibration.folder import quantize_folder
 from mini_infer.calibration.recipe import GROUPS, METHODS, Method, Recipe
-from mini_infer.calibration.text import files_text, shipped_text
 from mini_infer.cli.arguments import command_parser, refuse
 from mini_infer.core.errors import MiniInferError
-from mini_infer.quantization.formats import SCHEMES
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.runtime import preflight
 
 NAME = "mini-infer-quantize"
 STOPPED = 130  # as shells report a program that Ctrl-C has ended
@@ -38,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         recipe = _recipe(args)
+        preflight.check_model(ModelConfig(path=args.model))
+        import torch  # which takes seconds, and none of the mistakes above needs
+
+        from mini_infer.calibration.folder import quantize_folder
+        from mini_infer.calibration.text import files_text, shipped_text
+
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         with Progress(
             TextColumn("{task.description}"),
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(NAME, DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub name or a shipped model")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write, which must not exist")
-    parser.add_argument("--scheme", required=True, choices=list(SCHEMES))
+    parser.add_argument("--scheme", required=True, choices=list(METHODS))
     parser.add_argument(
         "--method", choices=[m.value for m in Method], help="default: the first of the scheme's: " + _defaults()
     )

@@ -54,6 +54,7 @@ class Policy(str, Enum):
     fcfs = "fcfs"  # in order of arrival
     shortest = "shortest"  # short prompts before long ones, which age: see ageing_tokens_per_s
     priority = "priority"  # smaller number first, then arrival
+    patience = "patience"  # by arrival, with a priority of n as if n seconds later
 
 
 class Preemption(str, Enum):

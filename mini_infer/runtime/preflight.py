@@ -28,7 +28,7 @@ def check(config: EngineConfig) -> tuple[str, ...]:
     with these settings cannot start on this machine."""
     # Ray may start the engine on another machine, with devices of its own.
     if config.model.load_format is not LoadFormat.dry and config.parallel.launcher is not Launcher.ray:
-        _require_device(config)
+        require_device(config)
     if config.parallel.connector is Connector.nixl and importlib.util.find_spec("nixl") is None:
         raise ConfigError(NO_NIXL)
     said = check_model(config.model)
@@ -85,7 +85,8 @@ def sees_gpu() -> bool:
     return here and told not in ("", "-1")
 
 
-def _require_device(config: EngineConfig) -> None:
+def require_device(config: EngineConfig) -> None:
+    """Raises ConfigError for what is set and needs a GPU, or a package of one, that is not here."""
     attention, model = config.attention, config.model
     choices: dict[str, Enum] = {
         "model.device": model.device,

@@ -16,7 +16,7 @@ from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.spec import VARIANT_KEYS, ClaimSpec, PanelKind, PanelSpec, PlotSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "mini_infer/assets/README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "mini_infer/assets/README.md"])
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -43,8 +43,28 @@ def test_each_field_of_an_experiment_is_described() -> None:
 
 def test_each_page_stands_in_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
-    named = set(re.findall(r"(\w+\.md)$", nav, re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"}
+    named = set(re.findall(r"([\w/]+\.md)$", nav, re.MULTILINE))
+    docs = ROOT / "docs"
+    own = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert named == own | {"index.md", "contributing.md", "examples.md"}
+
+
+QUOTE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
+QUOTES = [(page.relative_to(ROOT).as_posix(), *quote) for page in PAGES for quote in QUOTE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _, _ in QUOTES))
+def test_code_on_a_page_is_that_of_its_file(page: str) -> None:
+    for _, file, code in (quote for quote in QUOTES if quote[0] == page):
+        assert code in (ROOT / file).read_text(), f"{file} reads otherwise now:\n{code}"
+
+
+def test_each_mechanism_shows_its_file_and_the_picture_of_its_report() -> None:
+    for page in {*(ROOT / "docs" / "mechanisms").glob("*.md")} - {ROOT / "docs" / "mechanisms" / "index.md"}:
+        text = page.read_text()
+        assert QUOTE.search(text), page
+        assert re.search(r"!\[[^]]+\]\(\.\./\.\./reports/figures/[^)]+\.png\)", text), page
+        assert "experiment=" in text, page
 
 
 def exercises() -> list[tuple[str, str, str]]:

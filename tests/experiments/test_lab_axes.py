@@ -10,7 +10,7 @@ from made_up import result as demo
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
-from experiments.lab import axes, catalog, typed
+from experiments.lab import axes, catalog, typed, variants
 from experiments.lab.execute import execute
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report, sweeps
@@ -145,7 +145,7 @@ def test_any_server_is_asked_by_its_address(compose_config):
     experiment = Ablation.from_config(settled.config)
     assert {cell.kind for cell in experiment._cells.values()} == {Kind.http}
     with pytest.raises(ConfigError, match=r"via=url needs the server's address: peers.http.url="):
-        Ablation.from_config(settle(compose_config, "chunked_prefill", "via=url").config)
+        variants.require_possible(settle(compose_config, "chunked_prefill", "via=url").config)
 
 
 def test_our_system_alone_leaves_the_peers_out(compose_config):
@@ -173,6 +173,7 @@ def test_nodes_are_the_files_scales_and_ways():
 def test_a_run_is_a_trial_unless_it_is_recorded(compose_config):
     assert compose_config().paths.results == "trial/results"
     assert catalog.shorthand(["--record"], CONF) == ["paths.results=results", "paths.reports=reports"]
+    assert catalog.shorthand(["model=tiny-draft", "model=tiny"], CONF) == ["engine.model.path=tiny-draft", "model=tiny"]
     assert catalog.shorthand(["--resume"], CONF) == ["paths.resume=true"]
     assert catalog.shorthand(["slo.ttft_ms=500"], CONF) == ["experiment.slo.ttft_ms=500"]
     ignored = subprocess.run(["git", "check-ignore", "trial/results/x"], cwd=ROOT, capture_output=True, check=False)

@@ -82,6 +82,8 @@ def test_twins_have_the_defaults_of_the_settings():
 
 MISTAKES = [
     ("experiment=quikstart", r"experiment=quikstart; did you mean 'quickstart'\? Known: .*scheduler_overhead"),
+    ("experiment=quikstart", r"Known: all_reduce"),  # and not what others build on
+    ("model=tiny-targte", r"model=tiny-targte; did you mean 'tiny-target'\? Known: deepseek_v2_lite, dry"),
     ("engine/cache=pagd", r"engine/cache=pagd; did you mean 'paged'\? Known: contiguous, paged"),
     ("engine/cach=paged", r"'engine/cach'; did you mean 'engine/cache'\?"),
     ("experimnt=quickstart", r"'experimnt'; did you mean 'experiment'\?"),

@@ -20,9 +20,10 @@ from mini_infer.core.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = catalog.groups(CONF)
-# On what and in which numbers a model is computed, beside whom, and where a draft comes from: chosen by key.
+# On what and in which numbers a model is computed, beside whom, and where a draft comes from: chosen by key. So is a
+# policy, which is a file and a line, and no option of its own.
 NO_MECHANISM = {"model.device", "model.dtype", "speculation.draft.dtype", "speculation.draft.load_format"}
-NO_MECHANISM |= {"speculation.draft.quantization", "parallel.launcher", "cache.gpu_shared"}
+NO_MECHANISM |= {"speculation.draft.quantization", "parallel.launcher", "cache.gpu_shared", "scheduler.policy"}
 
 
 def choices(cls=EngineConfig, prefix=""):

@@ -13,7 +13,7 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import beside, effects, pages, report
-from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.answer import _two_digits, answer, flags
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.pages import screen
@@ -82,6 +82,7 @@ def test_a_worse_result_is_called_worse():
     metrics = {**METRICS, "output_tokens_per_s": Metric("time", "s", Better.lower)}
     text = answer(replace(given, info=replace(given.info, metrics=metrics)))
     assert "tokens/s 6,500 s against 4,291: 52 % worse;" in text
+    assert [_two_digits(percent) for percent in (0.84, 1.94, 51.5, 99.6)] == ["0.84", "1.9", "52", "100"]
 
 
 def test_what_guards_against_a_loss_says_how_much_may_be_lost():

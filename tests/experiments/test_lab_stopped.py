@@ -11,6 +11,7 @@ import pytest
 
 from experiments.lab import execute
 from experiments.lab.measure import cells, rounds
+from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
@@ -104,6 +105,30 @@ def test_of_the_first_round_the_finished_passes_are_kept(config, tmp_path, monke
         "incomplete: interrupted in repeat 1 of 4 at concurrency=1; of the first round is kept: baseline"
     )
     assert {(row.variant, row.point, row.repeat) for row in result.rows} == {("transformers", "concurrency=1", 0)}
+    assert "default.json" in capsys.readouterr().err
+    assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
+
+
+def test_of_the_very_first_pass_the_requests_are_kept_that_have_ended(config, tmp_path, monkeypatch, capsys):
+    real_answered, real_warm_up, warm = Outcomes.answered, cells.warm_up, []
+
+    def answered(self):
+        if warm and len(self.traces) == 2:
+            raise KeyboardInterrupt
+        return real_answered(self)
+
+    monkeypatch.setattr(Outcomes, "answered", answered)
+    monkeypatch.setattr(cells, "warm_up", lambda *given: (real_warm_up(*given), warm.append(True)))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    result = stored(tmp_path)
+    assert result.info.status == (
+        "incomplete: interrupted in repeat 1 of 4 at concurrency=1; of the first round is kept: baseline, 2 of 3 "
+        "requests, which count in no figure"
+    )
+    assert {row.reason for row in result.rows} == {"1 of 3 requests failed: the run was interrupted before its end"}
+    assert not any(row.valid for row in result.rows)
+    assert [request.end_s is not None for request in result.requests] == [True, True, False]
     assert "default.json" in capsys.readouterr().err
     assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
 

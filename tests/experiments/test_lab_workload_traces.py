@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
         Trace(path=str(tmp_path)).make(DRY, seed=0)
     with pytest.raises(ConfigError, match=r"workload\.path is empty: name a trace file"):
-        Trace().make(DRY, seed=0)
+        Trace().require_files()
     path = tmp_path / "packed.csv"
     path.write_bytes(HEAD.encode() + b"\x1f\x8b\x08")
     with pytest.raises(ConfigError, match=r"packed\.csv, line 2: it is no UTF-8 text"):

@@ -110,6 +110,24 @@ def test_tokens_are_those_of_merged_weights(engine: LLMEngine, folders: dict[str
             assert entry.logprob == pytest.approx(other.logprob, abs=2e-4)
 
 
+def test_tokens_are_those_that_peft_itself_gives(engine: LLMEngine, folders: dict[str, str]) -> None:
+    """Of adapters that PEFT has made, one of them trained, in one batch with others: peft_reference.py has run it."""
+    folder = Path(__file__).parent / "peft"
+    answers = json.loads((folder / "expected.json").read_text())["answers"]
+    for name in ("trained", "rslora"):
+        engine.adapters.load(name, str(folder / name))
+    own = [None if answer["adapter"] == "__base__" else answer["adapter"] for answer in answers]
+    asked = {**GREEDY, "max_tokens": len(answers[0]["token_ids"]), "logprobs": 0}
+    outputs = engine.generate([*(answer["prompt"] for answer in answers), PROMPTS[0]], asked, adapters=[*own, "one"])
+    for answer, output in zip(answers, outputs, strict=False):
+        found = output.outputs[0]
+        assert found.token_ids == answer["token_ids"], answer["adapter"]
+        assert [entry.logprob for entry in found.logprobs or []] == pytest.approx(answer["logprobs"], abs=2e-4)
+    assert len({tuple(answer["token_ids"]) for answer in answers}) == len(answers), "adapters make a difference"
+    for name in ("trained", "rslora"):
+        engine.adapters.unload(name)
+
+
 def test_requests_without_one_get_what_an_engine_without_any_gives(engine: LLMEngine) -> None:
     plain = LLMEngine(EngineConfig.from_dict({"model": {"path": MODEL, "device": "cpu", "max_model_len": 128}}))
     expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]

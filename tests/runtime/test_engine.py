@@ -401,7 +401,7 @@ def test_request_id_in_use(engine: LLMEngine) -> None:
         ({"cache": {"block_sise": 8}}, "unknown setting 'cache.block_sise'; did you mean 'block_size'"),
         ({"cash": {}}, "unknown setting 'cash'; did you mean 'cache'"),
         ({"cache": {"block_size": "many"}}, "cache.block_size must be int"),
-        ({"scheduler": {"policy": "lifo"}}, "scheduler.policy must be one of fcfs, shortest, priority; got 'lifo'"),
+        ({"scheduler": {"policy": "lifo"}}, "scheduler.policy must be one of fcfs, .*; got 'lifo'"),
         ({"cache": 5}, "cache must be a mapping"),
     ],
 )

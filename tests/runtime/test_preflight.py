@@ -168,20 +168,31 @@ class TestHub:
 def test_the_first_words_come_without_torch() -> None:
     """Whatever finds these mistakes may not import what takes seconds."""
     program = (
-        "import sys, mini_infer.cli.serve as serve, mini_infer.cli.chat as chat\n"
-        "codes = [serve.main(['tiny-targte']), serve.main(['--graphs.capture', 'always']), chat.main(['/nowhere'])]\n"
-        "sys.argv = ['run.py', 'experiment=quickstart', 'model=/nowhere']\n"
+        "import sys\n"
+        "from mini_infer.cli import chat, demo, quantize, serve\n"
+        "codes = [serve.main(['tiny-targte']), serve.main(['--graphs.capture', 'always']), chat.main(['/nowhere']),\n"
+        "         quantize.main(['tiny-drat', 'out', '--scheme', 'w8a8']), demo.main(['--model', 'tiny-mo'])]\n"
         "import runpy\n"
-        "try:\n"
-        "    runpy.run_path('run.py', run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    codes.append(end.code)\n"
+        "for asked in ('quickstart model=/nowhere', 'flash_decode', 'quickstart system=vllm'):\n"
+        "    sys.argv = ['run.py', *('experiment=' + asked).split()]\n"
+        "    try:\n"
+        "        runpy.run_path('run.py', run_name='__main__')\n"
+        "    except SystemExit as end:\n"
+        "        codes.append(end.code)\n"
         "print(codes, [name for name in ('torch', 'transformers', 'fastapi') if name in sys.modules])\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["[2, 2, 2, 2] []"], done.stderr
-    for said in ("did you mean tiny-target?", "graphs.capture=always needs a GPU", "/nowhere: there is no such folder"):
+    assert done.stdout.splitlines()[-1:] == [f"{[2] * 8} []"], done.stderr
+    for said in (
+        "did you mean tiny-target?",
+        "graphs.capture=always needs a GPU",
+        "/nowhere: there is no such folder",
+        "did you mean tiny-draft?",
+        "did you mean tiny-moe?",
+        "model.device=cuda needs a GPU",
+        "system=vllm: vLLM is measured on a GPU",
+    ):
         assert said in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -15,6 +15,7 @@ from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending, Lent
+from experiments.lab.measure.outcomes import CutOff
 from experiments.lab.measure.subjects import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
@@ -61,9 +62,17 @@ class Pass:
     before: Sequence[Item]
 
 
+class CutPass(KeyboardInterrupt):
+    """Ctrl-C came in the middle of the timed pass."""
+
+    def __init__(self, begun: Pass) -> None:
+        super().__init__(begun)
+        self.begun = begun
+
+
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
-    the timed pass."""
+    the timed pass. Raises CutPass where that was interrupted."""
     with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
         warm_up(cell, inputs, lent)
         if inputs.prime:
@@ -71,7 +80,10 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         before = tuple(lent.served)
         gc.collect()
         speed = watch.before()
-        served = lent.serve(inputs.measured, cell.workload.in_flight)
+        try:
+            served = lent.serve(inputs.measured, cell.workload.in_flight)
+        except CutOff as stop:
+            raise CutPass(Pass(stop.served, watch.after(speed).drift, inputs.measured, before)) from stop
         watched = watch.after(speed)
         if cell.workload.has_ramps:
             served = served.without_ramps()

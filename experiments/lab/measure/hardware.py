@@ -104,11 +104,13 @@ def key(device: str) -> str:
 
 
 def device_key(device: str) -> str:
-    """`cpu`, or the GPU's short name."""
+    """`cpu`, or the GPU's short name. Raises ConfigError where there is none."""
     if device == "cpu":
         return "cpu"
     import torch
 
+    if not torch.cuda.is_available():
+        raise ConfigError("a GPU is asked for (model.device=cuda, or hardware=...), and torch sees none here")
     return short_gpu_name(torch.cuda.get_device_name())
 
 

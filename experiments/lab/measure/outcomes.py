@@ -19,6 +19,14 @@ class Sent(NamedTuple):
     could_send: float
 
 
+class CutOff(KeyboardInterrupt):
+    """Ctrl-C came in the middle of a pass. What there is of it: requests that had not ended say so."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served)
+        self.served = served
+
+
 class Outcomes:
     """
     Attributes:
@@ -54,12 +62,21 @@ class Outcomes:
             advance: lets the subject work until something has ended or the next request is due, at the time that it is
                 told (None: none is before something ends), and says whether there was anything to do or to wait for.
             records: of the subject, which are complete in the end.
+
+        Raises CutOff where it was interrupted after some of it.
         """
         self.begin(concurrency)
-        while self.missing:
-            arrived = self.deliver(send)
-            if not advance(self.schedule.next_due()) and not arrived:  # what arrived may have been refused
-                raise RuntimeError("the subject has nothing to do, and requests are missing")
+        try:
+            while self.missing:
+                arrived = self.deliver(send)
+                if not advance(self.schedule.next_due()) and not arrived:  # what arrived may have been refused
+                    raise RuntimeError("the subject has nothing to do, and requests are missing")
+        except KeyboardInterrupt as stop:
+            if not self.traces:
+                raise
+            for index in set(range(len(self.items))) - self.traces.keys():
+                self._note(index, "the run was interrupted before its end")
+            raise CutOff(self.served(records)) from stop
         return self.served(records)
 
     def begin(self, concurrency: int) -> None:

@@ -212,7 +212,9 @@ def _answer(connection: Connection, *packed: Any) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself, where it survives the way to another process."""
+    """The error itself, where it survives the way to another process; of an interrupt what was cut off stays here."""
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt()
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
-from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.cells import Cell, CutPass, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.lending import Lending
@@ -88,11 +88,18 @@ class Session:
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
+                begun = stop.begun if isinstance(stop, CutPass) and not passes else None
+                if begun is not None:
+                    passes.append((cell, [begun]))
                 if passes and not self.ledger.rounds:  # else whole rounds tell more
                     self.ledger.enter(repeat, passes)
                     kept = ", ".join(self.labels[done.variant] for done, _ in passes)
                     self.begun = f"of the first round is kept: {kept}"
+                    if begun is not None:
+                        requests = begun.served.requests
+                        ended = sum(not request.error for request in requests)
+                        self.begun += f", {ended} of {len(requests)} requests, which count in no figure"
                 raise
             except (PeerAbsent, PeerError) as lost:
                 if len(self._absent) + 1 == len(self.labels):

@@ -85,7 +85,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
     if effect.told > 0:
         return f"{short} {told}"
     severalfold = not 0.5 < ratio.median < 2 or wording.is_share(effect.metric, info)
-    return f"{short} {told}: {'' if severalfold else f'{100 * abs(ratio.median - 1):.2g} % '}worse"
+    return f"{short} {told}: {'' if severalfold else f'{_two_digits(100 * abs(ratio.median - 1))} % '}worse"
 
 
 def figures(effect: Effect, info: RunInfo) -> str:
@@ -198,6 +198,11 @@ def _without_claims(result: Result) -> str:
             return f"{text} {_capital(info.variants[first])} and {info.variants[second]} cannot be told apart."
         return f"{text} Best: {info.variants[first]}, {wording.interval(ratio, 'x')} of {info.variants[second]}."
     return "There is no answer: no valid measurement."
+
+
+def _two_digits(value: float) -> str:
+    """Without an exponent, which `.2g` alone would have from 99.5 on."""
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def _capital(text: str) -> str:

@@ -92,6 +92,9 @@ class Workload:
         """Whether requests arrive one after another: the first and the last of them meet less load than the others."""
         return False
 
+    def require_files(self) -> None:
+        """Raises ConfigError where a file that `make` reads is not there."""
+
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         """The same inputs for the same settings, vocabulary and seed, on any machine.
 

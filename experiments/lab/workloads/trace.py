@@ -53,6 +53,9 @@ class Trace(Arriving):
     def num_requests(self) -> int:
         return self.limit
 
+    def require_files(self) -> None:
+        trace_file.require(self.path)
+
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         file = trace_file.read(self.path, self.format)
         records = self._cut(file)

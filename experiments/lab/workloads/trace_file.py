@@ -73,14 +73,22 @@ class TraceFile:
     records: tuple[Record, ...]  # in order of time
 
 
+def require(path: str) -> Path:
+    """Raises ConfigError where none is named, or there is none."""
+    if not path:
+        raise ConfigError(f"workload.path is empty: name a trace file, workload.path=<file>. {WHERE}")
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ConfigError(f"workload.path={path} cannot be read: No such file or directory. {WHERE}")
+    return file
+
+
 def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
     """Raises ConfigError where the file is missing, empty or broken; a broken line is named by its number, from 1.
 
     Blank lines are passed over. A line that is earlier than the one before is refused rather than sorted: it is the
     mark of a file that was put together wrongly."""
-    if not path:
-        raise ConfigError(f"workload.path is empty: name a trace file, workload.path=<file>. {WHERE}")
-    file = Path(path).expanduser()
+    file = require(path)
     try:
         data = file.read_bytes()
         text = data.decode("utf-8-sig")
