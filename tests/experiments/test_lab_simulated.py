@@ -136,6 +136,13 @@ def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
 def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) -> None:
     replicas = Ablation.from_config(compose_config("experiment=replicas", "measure.predict=true"))
     assert replicas._predictions == {f"{name} predicted": name for name in replicas.spec.variants if "pred" not in name}
+    two = [
+        "+experiment.variants.tensor={parallel: {tensor: 2}}",
+        "+experiment.variants.two={kind: served, parallel: {replicas: 2}}",
+        "+experiment.variants.apart={kind: served, parallel: {prefill: 1, decode: 1}}",
+    ]
+    layouts = Ablation.from_config(compose_config("experiment=simulator", *two))
+    assert {"tensor", "two", "apart"} <= set(layouts._predictions.values())
     serving = Ablation.from_config(compose_config("experiment=serving", "measure.predict=true"))
     assert [name for name in serving.variants if name.endswith("predicted")] == ["offline predicted"]
 
