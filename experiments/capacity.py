@@ -2,7 +2,7 @@
 
 From the engine's own settings on, one setting at a time takes each of its values, and the best stays (coordinate
 descent), until none helps any more. Of each layout the fewest replicas are found that keep the promise: doubled until
-they do, then bisected.
+they do, then bisected. None are looked for where too few requests would keep it if each had an engine for itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from experiments.lab import axes, check, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
-from experiments.lab.measure.simulated import Pass, Simulator
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure.simulated import Pass, Setup, Simulator
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
+from experiments.lab.workloads import Item
 from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -42,6 +43,7 @@ OF_PASS = (
 )
 GPUS = Metric("GPUs", "", Better.lower)
 REPLICAS = "engine.parallel.replicas"
+PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
 SAID_WHOLE = ("parallel", "scheduler", "cache", "speculation")  # sections of the engine: of others, what was searched
 
 
@@ -51,8 +53,8 @@ class CapacitySpec(ExperimentSpec):
     Attributes:
         slo: bounds that a request must keep.
         share: of the requests, which must.
-        settings: dotted keys of the engine -> values to try beside its own.
-        most_replicas: that are tried.
+        settings: dotted keys of the engine, or PREFILL_SHARE -> values to try beside its own.
+        most_replicas: that are tried; engines of both roles where prompts are computed apart.
     """
 
     slo: SLO = field(default_factory=SLO)
@@ -67,10 +69,14 @@ class CapacitySpec(ExperimentSpec):
             raise ConfigError(f"experiment.share must be above 0 and at most 1, got {self.share}")
         check.at_least("experiment", self, 1, "most_replicas")
         for key, values in self.settings.items():
-            if not key.startswith("engine.") or not isinstance(values, Sequence) or isinstance(values, str):
+            known = key.startswith("engine.") or key == PREFILL_SHARE
+            if not known or not isinstance(values, Sequence) or isinstance(values, str):
                 raise ConfigError(
-                    f"experiment.settings[{key}] must be a list of values of a key of engine, got {values}"
+                    f"experiment.settings[{key}] must be a list of values of a key of engine, or of {PREFILL_SHARE}, "
+                    f"got {values}"
                 )
+            if key == PREFILL_SHARE and not all(0 <= share < 1 for share in values):
+                raise ConfigError(f"experiment.settings[{key}] must be from 0 to less than 1, got {list(values)}")
             if key == REPLICAS:
                 raise ConfigError(f"experiment.settings must not give {REPLICAS}, which is what is searched")
 
@@ -88,6 +94,7 @@ class Plan(NamedTuple):
     values: Mapping[str, float]
     keeps: bool
     bound: bool  # of costs that no step can have: nobody has measured this layout
+    alone: bool = False  # of requests that have an engine for themselves: as if there were any number
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -111,12 +118,15 @@ class Capacity(Experiment):
         super().__init__(config)
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
-        self._base = {key: _plain(_known(self._config, key)) for key in self.spec.settings}
+        self._base = {
+            key: 0.0 if key == PREFILL_SHARE else _plain(_known(self._config, key)) for key in self.spec.settings
+        }
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._plans: dict[tuple[Any, ...], Plan | str] = {}  # by settings: or why they cannot be had
         self._tried: list[Plan] = []  # with other numbers of replicas, too
+        self._alone: dict[tuple[Any, ...], Plan] = {}  # by settings
 
     @property
     def hardware_key(self) -> str:
@@ -128,7 +138,7 @@ class Capacity(Experiment):
         self._sources: dict[str, None] = {}
         steps.plan(1 + sum(map(len, self.spec.settings.values())))
         best = self._search(steps)
-        found = [plan for plan in self._plans.values() if isinstance(plan, Plan)]
+        found = list({plan.point.name: plan for plan in self._plans.values() if isinstance(plan, Plan)}.values())
         front = _front([plan for plan in self._tried if plan.keeps] or found)
         plans = sorted([*found, *(plan for plan in front if plan not in found)], key=lambda plan: plan.order)
         rows = [
@@ -184,9 +194,16 @@ class Capacity(Experiment):
 
     def _fewest(self, settings: Mapping[str, Any]) -> Plan:
         most, low, high = self.spec.most_replicas, 0, 1
+        if settings.get(PREFILL_SHARE):
+            low, high = 1, 2
+        if most < high:
+            raise ConfigError(f"{PREFILL_SHARE}={settings[PREFILL_SHARE]} takes {high} engines: raise most_replicas")
+        alone = self._served_alone(settings)
+        if alone is not None and not alone.keeps:
+            return alone._replace(settings=settings)
         found = self._simulated(settings, high)
         if not found.keeps:
-            all_there_may_be = self._simulated(settings, most) if most > 1 else found
+            all_there_may_be = self._simulated(settings, most) if most > high else found
             if not all_there_may_be.keeps:
                 return min(found, all_there_may_be, key=lambda plan: plan.order)
         while not found.keeps:
@@ -201,25 +218,51 @@ class Capacity(Experiment):
                 low = middle
         return found
 
+    def _served_alone(self, settings: Mapping[str, Any]) -> Plan | None:
+        """One request after the other, by an engine that forgets no prefix: nobody is served sooner, however many
+        engines there are. None where drafts depend on chance."""
+        settings = {key: value for key, value in settings.items() if key != PREFILL_SHARE}
+        key = tuple(settings.items())
+        if key not in self._alone:
+            engine = self._engine(settings, 1)
+            if engine.speculation.most:
+                return None
+            setup = self._simulator.setup(engine)
+            size = engine.cache.block_size
+            blocks = sum(-(-(len(item.prompt) + item.output_tokens) // size) for item in self._items)
+            limits = replace(setup.limits, num_blocks=max(blocks, setup.limits.num_blocks))
+            items = [replace(item, arrival_s=None) for item in self._items]
+            served = Pass(replace(setup, limits=limits).cluster(), items).run(1)
+            due = [_arrived_at(*one) for one in zip(served.requests, self._items, strict=True)]
+            self._alone[key] = self._planned(settings, 1, replace(served, requests=tuple(due)), setup, alone=True)
+        return self._alone[key]
+
     def _simulated(self, settings: Mapping[str, Any], replicas: int) -> Plan:
-        engine = self._engine(settings, replicas)
-        setup = self._simulator.setup(engine)
-        self._sources[f"What steps take: {setup.found.source}."] = None
+        setup = self._simulator.setup(self._engine(settings, replicas))
         served = Pass(setup.cluster(), self._items).run(self._workload.in_flight)
-        if self._workload.has_ramps:
-            served = served.without_ramps()
-        values = dict(_values(served, self.spec.slo))
-        gpus = replicas * engine.parallel.ranks
-        keeps = values["slo_share"] >= self.spec.share
-        changed = {key: value for key, value in settings.items() if value != self._base[key]}
-        name = points.point({**changed, REPLICAS: replicas}).name + (" (bound)" if setup.found.bound else "")
-        point = Point(name, {**settings, REPLICAS: replicas})
-        plan = Plan(point, settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
+        plan = self._planned(settings, replicas, served, setup)
         self._tried.append(plan)
         return plan
 
+    def _planned(
+        self, settings: Mapping[str, Any], replicas: int, served: Served, setup: Setup, alone: bool = False
+    ) -> Plan:
+        self._sources[f"What steps take: {setup.found.source}."] = None
+        if self._workload.has_ramps:
+            served = served.without_ramps()
+        values = dict(_values(served, self.spec.slo))
+        gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
+        keeps = values["slo_share"] >= self.spec.share
+        changed = {key: value for key, value in settings.items() if value != self._base[key]}
+        changed.pop(PREFILL_SHARE, None)
+        marks = " (bound)" * setup.found.bound + " (each request alone)" * alone
+        name = points.point({**changed, **_counted(settings, replicas)}).name + marks
+        point = Point(name, {**settings, REPLICAS: replicas})
+        return Plan(point, settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound, alone)
+
     def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
-        changed = schema.with_values(self._config, {**settings, REPLICAS: replicas})
+        values = {key: value for key, value in settings.items() if key != PREFILL_SHARE}
+        changed = schema.with_values(self._config, {**values, **_counted(settings, replicas)})
         return schema.engine_config(changed.engine)
 
     # --- what it says ---------------------------------------------------------------------------------------------
@@ -234,10 +277,13 @@ class Capacity(Experiment):
         quantile = "p90" if "ttft_p90_ms" in best.values else "p50"  # which fewer requests have
         of_it = {name.partition("_")[0].upper(): best.values[name] for name in best.values if quantile in name}
         near = ", ".join(f"{name} {value:.3g} ms" for name, value in of_it.items())
+        number, way_out = f"up to {spec.most_replicas}", "raise experiment.most_replicas"
+        if best.alone:
+            number, way_out = "any number of", "try other settings"
         return (
-            f"Nothing keeps {bounds} for {spec.share:.0%} of the requests, with up to {spec.most_replicas} replicas. "
-            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its {quantile.upper()} are "
-            f"{near}. Allow as much, ask it of fewer requests, or raise experiment.most_replicas"
+            f"Nothing keeps {bounds} for {spec.share:.0%} of the requests, with {number} replicas. The nearest is "
+            f"{best.point.name}: {best.values['slo_share']:.1%} do, and its {quantile.upper()} are {near}. Allow as "
+            f"much, ask it of fewer requests, or {way_out}"
         )
 
     def _bounds(self) -> str:
@@ -281,7 +327,7 @@ class Capacity(Experiment):
         flags += [
             part
             for key, value in others.items()
-            if key.partition(".")[0] not in SAID_WHOLE and value != _known(default, key)
+            if key.partition(".")[0] not in (*SAID_WHOLE, PREFILL_SHARE) and value != _known(default, key)
             for part in (f"--{key}", str(value).lower())
         ]
         return shlex.join(["mini-infer-serve", *flags])
@@ -292,6 +338,22 @@ def _values(served: Served, slo: SLO) -> Iterator[tuple[str, float]]:
     for name, value in formulas.measure(served, OF_PASS, Context(slo, None, "nothing is measured")).items():
         if not isinstance(value, Missing):
             yield name, float(value)
+
+
+def _counted(settings: Mapping[str, Any], engines: int) -> dict[str, int]:
+    """Keys of so many engines, each with a role where prompts are computed apart."""
+    if not (share := settings.get(PREFILL_SHARE)):
+        return {REPLICAS: engines}
+    prompts = min(max(1, round(share * engines)), engines - 1)
+    return {"engine.parallel.prefill": prompts, "engine.parallel.decode": engines - prompts}
+
+
+def _arrived_at(trace: RequestTrace, item: Item) -> RequestTrace:
+    """As if it had come when the item is due."""
+    if item.arrival_s is None:
+        return trace
+    later = item.arrival_s - trace.arrival
+    return replace(trace, arrival=item.arrival_s, token_times=tuple([time + later for time in trace.token_times]))
 
 
 def _front(plans: Sequence[Plan]) -> list[Plan]:

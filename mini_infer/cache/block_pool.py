@@ -102,6 +102,9 @@ class BlockPool:
         """The block that is found by this hash."""
         return self._block_of_hash.get(block_hash)
 
+    def holds_any(self, hashes: Iterable[bytes]) -> bool:
+        return not self._block_of_hash.keys().isdisjoint(hashes)
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest leading run of `hashes` that the pool still holds."""
         found = []

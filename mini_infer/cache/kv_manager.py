@@ -157,6 +157,16 @@ class KVManager:
             self.tiers.filled(hashes)
         request.num_committed_blocks = full
 
+    def fills_alike(self, requests: Iterable[Request]) -> bool:
+        """Whether blocks that `commit` is to let others share, once these requests' tokens but for the last are
+        computed, are like some that are there, or like each other."""
+        new: list[bytes] = []
+        for request in requests if self.prefix_caching else ():
+            full = (request.num_tokens - 1) // self.block_size
+            self._extend_hashes(request, full)
+            new += request.block_hashes[request.num_committed_blocks : full]
+        return len(set(new)) < len(new) or self._pool.holds_any(new)
+
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         """Of the first `num_blocks` blocks: equal hashes mean equal tokens from the start on, and an equal salt."""
         hashes, size = request.block_hashes, self.block_size

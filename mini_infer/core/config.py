@@ -290,6 +290,14 @@ class ParallelConfig:
                     "memory in common: set parallel.connector=stream, or nixl"
                 )
 
+    def require_both_roles(self) -> None:
+        """Raises ConfigError where engines behind one server are to have one role alone."""
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError(
+                f"parallel.prefill={self.prefill} and parallel.decode={self.decode}: there are engines of both "
+                "kinds or of none. Set both to at least 1, or both to 0"
+            )
+
     @property
     def of_engines(self) -> list[ParallelConfig]:
         """What each engine behind one server has of this, those for prompts first."""

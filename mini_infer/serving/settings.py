@@ -103,12 +103,7 @@ class ModelSettings:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        parallel = self.engine.parallel
-        if bool(parallel.prefill) != bool(parallel.decode):
-            raise ConfigError(
-                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}: there are engines of both "
-                "kinds or of none. Set both to at least 1, or both to 0"
-            )
+        self.engine.parallel.require_both_roles()
         _require_positive(self, "max_queued", "max_answer_size", "hang_timeout", "startup_timeout")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
             raise ConfigError(f"request_timeout must be above 0 seconds, or none, got {self.request_timeout}")

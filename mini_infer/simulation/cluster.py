@@ -2,7 +2,8 @@
 
 Each replica has a clock of its own, and the one that is furthest behind is the next to act, unless a request comes
 before. So nobody learns what has not happened yet: the router hears of an end at its moment, and a replica that has
-looked ahead takes only the steps that begin before a newcomer's arrival.
+looked ahead takes only the steps that begin before a newcomer's arrival. Where some compute prompts for the others
+(apart.py), what these say to each other is on the same line.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import heapq
 from collections.abc import Sequence
 
 from mini_infer.core.request import Request
-from mini_infer.serving.router import Route, Router
+from mini_infer.serving.router import Chain, Route, Router
+from mini_infer.simulation.apart import Errands, Said
 from mini_infer.simulation.executor import VirtualClock
 from mini_infer.simulation.replica import Replica
 
@@ -28,16 +30,19 @@ class Cluster:
     def __init__(self, replicas: Sequence[Replica], *routers: Router) -> None:
         self.clock = VirtualClock()
         self._replicas, self._routers = list(replicas), routers
-        self._up = list(range(len(replicas)))
+        self._errands = Errands(self._replicas)
+        self._prompts = [number for number, replica in enumerate(replicas) if replica.computes_prompts]
+        self._up = [number for number in range(len(replicas)) if number not in self._prompts]
         # A heap of (when a replica acts next, its number, stamp): once something came between, its stamp is another,
         # and the entry counts nothing.
         self._acts: list[tuple[float, int, int]] = []
         self._stamps = [0] * len(replicas)
-        self._ends: list[tuple[float, int, Request]] = []  # a heap: of requests that have ended ahead of the clock
-        self._num_ends = 0
+        # A heap of what has happened ahead of the clock: requests that have ended, and what replicas say to each other.
+        self._events: list[tuple[float, int, Request | Said]] = []
+        self._num_events = 0
         self._sent: dict[Request, tuple[Router, Route]] = {}
         self._num_sent = 0
-        for number in self._up:
+        for number in range(len(replicas)):
             self._tell(number)
 
     def send(
@@ -53,10 +58,12 @@ class Cluster:
         now = self.clock.now if arrival is None else max(self.clock.now, arrival)
         router = self._routers[self._num_sent % len(self._routers)]
         self._num_sent += 1
-        route = router.route(router.chain(prompt), 1, self._up)
+        chain = router.chain(prompt)
+        prefill_at = self._choose_prefill(router, chain) if self._prompts else None
+        route = router.route(chain, 1, self._up)
         replica = self._replicas[route.replica]
         try:
-            request = replica.add(request_id, prompt, output_tokens, now, priority, arrival)
+            request = replica.add(request_id, prompt, output_tokens, now, priority, arrival, prefill_at)
         except Exception:
             router.end(route)
             raise
@@ -64,16 +71,23 @@ class Cluster:
         self._schedule(route.replica)
         return request
 
+    def _choose_prefill(self, router: Router, chain: Chain) -> str:
+        route = router.route(chain, 1, self._prompts)
+        router.end(route)  # what it has to do it tells
+        return str(route.replica)
+
     def stop(self, number: int) -> list[Request]:
-        """A replica breaks down now: its requests, which nobody goes on with. Another one has to be up."""
+        """A replica breaks down now: its requests, which nobody goes on with. Another one has to be up, and none may
+        compute prompts for others."""
+        assert not self._prompts, "what becomes of prompts that are under way is not simulated"
         self._up.remove(number)
         self._stamps[number] += 1
         lost = [request for request, (_, route) in self._sent.items() if route.replica == number]
         for request in lost:
             router, route = self._sent.pop(request)
             router.end(route)
-        self._ends = [end for end in self._ends if end[2] in self._sent]
-        heapq.heapify(self._ends)
+        self._events = [event for event in self._events if event[2] in self._sent]
+        heapq.heapify(self._events)
         for router in self._routers:
             router.restarted(number)
         return lost
@@ -89,17 +103,23 @@ class Cluster:
     def advance(self, until: float | None = None) -> Request | None:
         """Goes on to the next end of a request, and returns it. None where none comes before `until`, to which the
         clock has then gone on, or at all."""
-        while self._acts or self._ends:
+        while self._acts or self._events:
             act = self._acts[0][0] if self._acts else float("inf")
-            end = self._ends[0][0] if self._ends else float("inf")
-            if until is not None and act >= until and end >= until:
+            moment = self._events[0][0] if self._events else float("inf")
+            if until is not None and act >= until and moment >= until:
                 break
-            if end <= act:
-                _, _, request = heapq.heappop(self._ends)
-                self.clock.wait_until(end)
-                router, route = self._sent.pop(request)
-                router.end(route, request.num_cached_tokens)
-                return request
+            if moment <= act:
+                _, _, event = heapq.heappop(self._events)
+                self.clock.wait_until(moment)
+                if event in self._sent:
+                    assert isinstance(event, Request)
+                    router, route = self._sent.pop(event)
+                    router.end(route, event.num_cached_tokens)
+                    return event
+                for number in self._errands.hear(event, moment):
+                    self._schedule(number)
+                    self._tell(number)
+                continue
             _, number, stamp = heapq.heappop(self._acts)
             if stamp == self._stamps[number]:
                 self._act(number)
@@ -110,11 +130,14 @@ class Cluster:
     def _act(self, number: int) -> None:
         replica = self._replicas[number]
         for request in replica.run():
-            heapq.heappush(self._ends, (replica.clock.now, self._num_ends, request))
-            self._num_ends += 1
+            self._add_event(replica.clock.now, request)
         self._schedule(number)
-        if len(self._routers) > 1:
+        if self._prompts or len(self._routers) > 1:
             self._tell(number)
+
+    def _add_event(self, moment: float, event: Request | Said) -> None:
+        heapq.heappush(self._events, (moment, self._num_events, event))
+        self._num_events += 1
 
     def _tell(self, number: int) -> None:
         replica = self._replicas[number]
@@ -122,7 +145,11 @@ class Cluster:
             router.told(number, replica.core.scheduler.num_unfinished, replica.limits.num_blocks)
 
     def _schedule(self, number: int) -> None:
+        """What a replica does next, now that something has changed there."""
         self._stamps[number] += 1
         replica = self._replicas[number]
         if replica.busy:
             heapq.heappush(self._acts, (replica.next_event, number, self._stamps[number]))
+        if self._prompts:
+            for moment, said in self._errands.said(number):
+                self._add_event(moment, said)

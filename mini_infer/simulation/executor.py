@@ -88,20 +88,21 @@ class SimulatedExecutor(Executor):
         self._last = SimulatedStep(plan, end, accepted)
         return self._last
 
-    def ends_ahead(self, rows: int, contexts: range) -> list[float]:
-        """When the next steps would end if all were of these rows alone, each of which attends to so many slots, in one
-        stage. With overlap the first is the one under way, and there is one more. None where the host is what counts.
-        """
+    def look_ahead(self, ends: list[float], rows: int, contexts: range) -> None:
+        """Adds to `ends` when the next steps would end if all were of these rows alone, each of which attends to so
+        many slots, in one stage. With overlap the first is the one under way, and there is one more. None is added
+        where the host is what counts."""
         laps, host, now = self.costs.rows_s(rows, contexts), self.costs.host_s(rows), self.clock.now
         if not self.overlap:
-            return [now := now + host + lap for lap in laps]
-        if laps[0] < host:
-            return []
-        # The end of a step is read when the next one is launched, and the device goes on without a pause.
-        return list(accumulate(laps, initial=max(now + host, self._free_at[0])))
+            now = ends[-1] if ends else now
+            ends += [now := now + host + lap for lap in laps]
+        elif ends or laps[0] >= host:
+            # The end of a step is read when the next one is launched, and the device goes on without a pause.
+            begins = ends.pop() if ends else max(now + host, self._free_at[0])
+            ends += accumulate(laps, initial=begins)
 
     def skip(self, ends: Sequence[float], count: int) -> None:
-        """So many of the steps of `ends_ahead` are done. What was launched last stands for the one after them."""
+        """So many of these steps are done. What was launched last stands for the one after them."""
         self.clock.now = ends[count - 1]
         if self.overlap:
             assert self._last is not None

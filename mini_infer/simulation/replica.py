@@ -12,22 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import EngineConfig, HandOver
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepRecord, StepResult
-from mini_infer.core.request import Request
+from mini_infer.core.request import Export, Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.simulation.ahead import steps_alike, take_steps
+from mini_infer.simulation.apart import SimulatedReceiver
 from mini_infer.simulation.costs import StepCosts, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
-MOST_SKIPPED = 128  # at once: a request may come any moment, and then what lies behind it was looked for in vain
+LOOKED_AHEAD = 32  # steps at a time: a request may come any moment, and then what lies behind it was looked for in vain
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
@@ -65,6 +66,8 @@ class Replica:
 
     Attributes:
         clock: its own: where several share a time line, each is as far as its last step.
+        computes_prompts: for others, and nothing else.
+        receiver: of prompts that others compute; None where it computes all of its own.
     """
 
     def __init__(
@@ -88,24 +91,30 @@ class Replica:
         self.limits = limits
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)
         self._ended = Ended()
+        self.block_size, self.computes_prompts = config.cache.block_size, parallel.prefill > 0
+        always = parallel.hand_over is HandOver.always
+        self.receiver = receiver = SimulatedReceiver(self.clock, always) if parallel.decode else None
 
         def make() -> Scheduler:
             speculator = make_speculator(drafts, TOKEN + 1, _no_weights)
             kv = KVManager.of(config.cache, limits, hash_blocks=_hash_blocks)
-            return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages)
+            return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages, receiver)
 
-        self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
+        self.core = EngineCore(make, self._executor, self.clock, self._ended, 0, receiver)  # type: ignore[arg-type]
         if observe is not None:
             self.core.observers.append(observe)
         self._skips = skips and stages == 1
         self._num_added = 0
-        self._num_ahead = 0  # steps that are alike, from now on
-        self._ends: Sequence[float] = ()  # theirs
-        self._alike: Sequence[Request] = ()  # whose steps these are
+        self._alike: Sequence[Request] = ()  # whose steps are alike, from now on
+        self._num_alike = 0  # how many of them there are
+        self._num_ahead = 0  # of how many of these it is known when they end
+        self._context = 0  # that the next one behind these attends to
+        self._ends: list[float] = []
 
     @property
     def busy(self) -> bool:
-        return self.core.scheduler.num_unfinished > 0
+        """Whether it has something to do before something comes from outside."""
+        return self.core.scheduler.num_unfinished > 0 and not self.core.waits
 
     @property
     def next_event(self) -> float:
@@ -120,17 +129,18 @@ class Replica:
         now: float,
         priority: int = 0,
         arrival: float | None = None,
+        prefill_at: str | None = None,
+        export: Export | None = None,
     ) -> Request:
         """A request that comes at `now`, and was due then or at an `arrival` before. RequestError where it can never be
-        served."""
+        served. `prefill_at` and `export` are a Request's."""
         total, limits = len(prompt) + output_tokens, self.limits
         if not prompt or output_tokens < 1 or total > limits.max_model_len:
             raise RequestError(
                 f"{len(prompt)} prompt and {output_tokens} output tokens do not fit in {limits.max_model_len} tokens "
                 f"({limits.reason})"
             )
-        self.skip_until(now)
-        self.clock.wait_until(now)
+        self._wake(now)
         request = Request(
             request_id,
             prompt,
@@ -139,37 +149,65 @@ class Replica:
             seed=self._num_added,
             priority=priority,
             arrival_time=now if arrival is None else arrival,
+            prefill_at=prefill_at,
+            export=export,
         )
         self._num_added += 1
         self.core.scheduler.add(request)
         return request
 
+    def cancel(self, request: Request, now: float) -> None:
+        """Nobody needs it any more; it has not ended."""
+        self._wake(now)
+        self.core.abort([request])
+
+    def hear(self, transfer_id: int, computed: Request | None, now: float) -> None:
+        """As SimulatedReceiver.end."""
+        assert self.receiver is not None
+        self._wake(now)
+        self.receiver.end(transfer_id, computed)
+
+    def _wake(self, now: float) -> None:
+        """Something comes from outside."""
+        self.skip_until(now)
+        self.clock.wait_until(now)
+        self.core.waits = False
+
     def run(self) -> list[Request]:
         """On to `next_event`, and what comes then: who has ended by it."""
+        if self._num_ahead < self._num_alike:
+            self._look_ahead()
+            return []
         self.skip_until(float("inf"))
         self.core.step()
         if self._skips and self.busy:
-            self._look_ahead()
+            self._find_alike()
         ended, self._ended.requests = self._ended.requests, []
         return ended
 
     def skip_until(self, moment: float) -> None:
         """Takes the steps that begin before `moment`, of those that were looked for: each begins as the one before it
         ends, and the first has begun."""
-        num_ahead, self._num_ahead = self._num_ahead, 0
-        if not num_ahead or moment <= self.clock.now:
+        count, self._num_ahead, self._num_alike = self._num_ahead, 0, 0
+        if not count or moment <= self.clock.now:
             return
-        ends, count = self._ends, num_ahead
-        if moment < ends[num_ahead - 1]:
-            count = bisect_left(ends, moment, hi=num_ahead) + 1
+        ends = self._ends
+        if moment < ends[count - 1]:
+            count = bisect_left(ends, moment, hi=count) + 1
         take_steps(self.core.scheduler, self._alike, ends[:count], TOKEN)
         self._executor.skip(ends, count)
 
+    def _find_alike(self) -> None:
+        self._alike, most = steps_alike(self.core.scheduler, int(self._executor.overlap))
+        if most >= FEWEST_SKIPPED:
+            self._num_alike, self._ends = most, []
+            self._context = sum([request.num_computed_tokens for request in self._alike]) + len(self._alike)
+            self._look_ahead()
+
     def _look_ahead(self) -> None:
-        self._alike, most = steps_alike(self.core.scheduler)
-        if most < FEWEST_SKIPPED:
-            return
-        rows, most = len(self._alike), min(most, MOST_SKIPPED)
-        context = sum([request.num_computed_tokens for request in self._alike])
-        self._ends = self._executor.ends_ahead(rows, range(context + rows, context + rows * (most + 1), rows))
-        self._num_ahead = most if self._ends else 0
+        rows, more = len(self._alike), min(LOOKED_AHEAD, self._num_alike - self._num_ahead)
+        contexts = range(self._context, self._context + rows * more, rows)
+        self._executor.look_ahead(self._ends, rows, contexts)
+        self._context, self._num_ahead = contexts.stop, self._num_ahead + more
+        if not self._ends:
+            self._num_alike = self._num_ahead = 0

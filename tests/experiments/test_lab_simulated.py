@@ -136,6 +136,13 @@ def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
 def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) -> None:
     replicas = Ablation.from_config(compose_config("experiment=replicas", "measure.predict=true"))
     assert replicas._predictions == {f"{name} predicted": name for name in replicas.spec.variants if "pred" not in name}
+    two = [
+        "+experiment.variants.tensor={parallel: {tensor: 2}}",
+        "+experiment.variants.two={kind: served, parallel: {replicas: 2}}",
+        "+experiment.variants.apart={kind: served, parallel: {prefill: 1, decode: 1}}",
+    ]
+    layouts = Ablation.from_config(compose_config("experiment=simulator", *two))
+    assert {"tensor", "two", "apart"} <= set(layouts._predictions.values())
     serving = Ablation.from_config(compose_config("experiment=serving", "measure.predict=true"))
     assert [name for name in serving.variants if name.endswith("predicted")] == ["offline predicted"]
 
@@ -206,6 +213,34 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert "The nearest is replicas=1: " in plan(compose_config, settings={}, most_replicas=1).notes[0]
 
 
+def test_what_no_engine_can_keep_is_said_at_once(compose_config) -> None:
+    """A prompt of 80 tokens takes 8 ms, and a token 4.3 ms: replicas are tried of no layout."""
+    config = compose_config(*PLAN)
+    config.experiment.settings = {**SLOTS, "prefill_share": [0.5]}
+    config.experiment.slo = {"ttft_ms": 4, "tpot_ms": 5}
+    experiment, found = measured(config, Capacity)
+    assert not experiment._tried
+    assert found.notes[0].startswith(
+        "Nothing keeps TTFT 4 ms and TPOT 5 ms for 90% of the requests, with any number of replicas. The nearest is "
+    )
+    assert "(each request alone): 0.0% do, and its P50 are TTFT 8 ms, TPOT 4.3 ms." in found.notes[0]
+    assert len({point.name for point in found.points}) == len(found.points)
+
+
+def test_prompts_that_are_computed_apart_are_planned_too(compose_config) -> None:
+    """Long prompts hold up whoever decodes, unless another engine computes them."""
+    config = compose_config(*PLAN, "workload.prefix_tokens=0", "workload.suffix_tokens=900", "workload.rate_per_s=20")
+    config.experiment.settings = {"prefill_share": [0, 0.5]}
+    config.experiment.slo = {"ttft_ms": 400, "tpot_ms": 6}
+    found = measured(config, Capacity)[1]
+    best = found.points[-1]
+    assert best.values["prefill_share"] == 0.5, found.notes
+    assert best.name == "prefill=1 decode=1"
+    started = parse(shlex.split(found.notes[0].partition("Start it with: ")[2])[1:], {}).models[0].engine
+    assert (started.parallel.prefill, started.parallel.decode, started.parallel.replicas) == (1, 1, 1)
+    assert "2 GPUs, prefill=1 decode=1. " in found.notes[0]
+
+
 def test_drafts_are_planned_too(compose_config) -> None:
     settings = {"engine.speculation.method": ["none", "synthetic"]}
     config = compose_config(*PLAN, "engine.speculation.acceptance=0.8", "engine.speculation.adaptive=false")
@@ -221,3 +256,5 @@ def test_bad_plans_are_refused(compose_config) -> None:
         plan(compose_config, slo=(None, None))
     with pytest.raises(ConfigError, match=r"the engine has no setting engine\.scheduler\.wrong"):
         plan(compose_config, settings={"engine.scheduler.wrong": [1]})
+    with pytest.raises(ConfigError, match=r"settings\[prefill_share\] must be from 0 to less than 1, got \[1\]"):
+        plan(compose_config, settings={"prefill_share": [1]})

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from made_up_costs import CONFIG, replica
+from made_up_costs import CONFIG, LIMITS, replica
 
-from mini_infer.core.config import RouterPolicy
+from mini_infer.core.config import HandOver, ParallelConfig, RouterPolicy
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Request
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 
 
-def cluster(count: int, skips: bool = True, routing: RouterPolicy = RouterPolicy.prefix_aware) -> Cluster:
-    return Cluster([replica(skips=skips) for _ in range(count)], Router(routing, count, CONFIG.cache))
+def cluster(
+    count: int,
+    skips: bool = True,
+    routing: RouterPolicy = RouterPolicy.prefix_aware,
+    blocks: int = LIMITS.num_blocks,
+) -> Cluster:
+    limits = replace(LIMITS, num_blocks=blocks)
+    return Cluster([replica(skips=skips, limits=limits) for _ in range(count)], Router(routing, count, CONFIG.cache))
 
 
 def run(of: Cluster, rate: float, count: int = 150) -> dict[str, Request]:
@@ -34,10 +42,12 @@ def run(of: Cluster, rate: float, count: int = 150) -> dict[str, Request]:
     return ended
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_skipping_changes_nothing_in_a_cluster(count: int) -> None:
-    steps, skipped = (run(cluster(count, skips), rate=60 * count) for skips in (False, True))
+@pytest.mark.parametrize(("count", "blocks"), [(1, 400), (3, 400), (2, 45), (2, 60), (2, 70), (2, 80)])
+def test_skipping_changes_nothing_in_a_cluster(count: int, blocks: int) -> None:
+    """Also where memory is short, and some compute again what others have computed or are about to."""
+    steps, skipped = (run(cluster(count, skips, blocks=blocks), rate=60 * count) for skips in (False, True))
     assert list(steps) == list(skipped)
+    assert any(request.num_preemptions for request in steps.values()) == (blocks < 100)
     for name, request in steps.items():
         assert skipped[name].token_times == request.token_times
         assert skipped[name].num_cached_tokens == request.num_cached_tokens
@@ -120,3 +130,57 @@ def test_several_routers_hear_what_the_others_have_sent() -> None:
     while four.advance() is not None:
         pass
     assert [replica.ours for router in routers for replica in router._replicas] == [0] * 8
+
+
+def apart(
+    prefill: int, decode: int, overlap: bool = True, skips: bool = True, blocks: int = LIMITS.num_blocks
+) -> Cluster:
+    """Engines for prompts, and engines that decode."""
+    both = ParallelConfig(prefill=prefill, decode=decode, hand_over=HandOver.always)
+    limits = replace(LIMITS, num_blocks=blocks)
+    engines = [replica(overlap, skips, replace(CONFIG, parallel=one), limits) for one in both.of_engines]
+    return Cluster(engines, Router(both.routing, len(engines), CONFIG.cache))
+
+
+def test_a_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
+    """All but its last token: 9 of 10, in a step of the first engine, and then 1 in a step of the second."""
+    two = apart(1, 1, overlap=False)
+    two.advance(0.01)
+    request = two.send("a", range(10), 2)
+    assert two.advance() is request
+    host = 2e-4 + 1e-6
+    computed = 0.01 + host + 5e-3 + 8 / 1999 * 45e-3 + 45e-10  # 45 pairs
+    first = computed + host + 5e-3 + 10e-10
+    assert request.token_times == pytest.approx([first, first + host + 4e-3 + 11e-8], rel=1e-12)
+    moved = request.handover
+    assert moved is not None
+    assert (moved.asked, moved.begun) == (0.01, 0.01)
+    assert (moved.computed, moved.arrived) == pytest.approx((computed, computed), rel=1e-12)
+
+
+@pytest.mark.parametrize("blocks", [60, LIMITS.num_blocks])
+def test_skipping_changes_nothing_where_prompts_are_computed_apart(blocks: int) -> None:
+    """Also where memory is so short that requests give way whose prompts are under way."""
+    clusters = [apart(2, 2, skips=skips, blocks=blocks) for skips in (False, True)]
+    steps, skipped = (run(two, rate=150) for two in clusters)
+    assert len(steps) == 150
+    assert {name: r.token_times for name, r in steps.items()} == {name: r.token_times for name, r in skipped.items()}
+    assert any(r.num_preemptions for r in steps.values()) == (blocks == 60)
+    for two in clusters:
+        assert not two._errands._computing
+        assert not two._sent
+        assert [engine.core.scheduler.kv.num_free for engine in two._replicas] == [blocks] * 4
+        assert not any(engine.core.scheduler.kv.transfers for engine in two._replicas)
+
+
+def test_streams_do_not_wait_for_prompts_that_another_engine_computes() -> None:
+    def worst_gap(of: Cluster) -> float:
+        streams = [of.send("stream", [index] * 5, 200) for index in range(3)]
+        for index in range(10):
+            of.advance(0.05 * (index + 1))
+            of.send("long", [index] * 300, 1)
+        while of.advance() is not None:
+            pass
+        return max(after - before for r in streams for before, after in pairwise(r.token_times[1:]))
+
+    assert worst_gap(apart(1, 1)) < worst_gap(cluster(1)) - 1e-3

@@ -114,6 +114,19 @@ def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig) -> 
     assert (planned[1] < planned[0]) == (config.cache.host_prefix_gib is None), "what steps fill is copied beside them"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_finds_room_by_what_a_prompt_leaves_comes_next(overlap: bool) -> None:
+    """Two equal prompts of 10 blocks, in 14: the second shares those of the first, once that is computed."""
+    told = []
+    for skips in (False, True):
+        engine = replica(overlap, skips, limits=replace(LIMITS, num_blocks=14))
+        requests = [engine.add(name, range(40), 12, now=0.0) for name in "ab"]
+        finished(engine)
+        told.append([request.token_times for request in requests])
+    assert told[0] == told[1]
+    assert told[0][1][0] <= told[0][0][2]
+
+
 def watch(executor: Any) -> list[StepPlan]:
     """The plans that an executor is to launch from here on."""
     plans: list[StepPlan] = []

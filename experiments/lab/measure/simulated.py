@@ -35,24 +35,30 @@ class Setup:
 
     Attributes:
         found: what steps take.
+        prompts: of the engines that compute prompts for the others; None where there are none.
     """
 
     config: EngineConfig
     found: Found
     limits: Limits
     overlap: bool
+    prompts: Setup | None = None
 
     def cluster(self, records: list[StepRecord] | None = None, skips: bool = True) -> Cluster:
-        """As many replicas as the settings say.
+        """As many engines as the settings say.
 
         Args:
             records: gets the StepRecords of all of them.
             skips: see simulation/replica.py.
         """
         config, observe = self.config, None if records is None else records.append
-        number = config.parallel.replicas
-        replicas = [Replica(config, self.limits, self.found.costs, self.overlap, observe, skips) for _ in range(number)]
-        return Cluster(replicas, Router(config.parallel.routing, number, config.cache))
+        engines = []
+        for parallel in config.parallel.of_engines:
+            of = (self.prompts if parallel.prefill else None) or self
+            engines.append(
+                Replica(replace(config, parallel=parallel), of.limits, of.found.costs, of.overlap, observe, skips)
+            )
+        return Cluster(engines, Router(config.parallel.routing, len(engines), config.cache))
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,15 @@ class Simulator:
 
     def setup(self, config: EngineConfig) -> Setup:
         """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""
+        config.parallel.require_both_roles()
+        if config.parallel.prefill:
+            of_prompts, *_, of_others = config.parallel.of_engines
+            prompts, others = (self._of_one(replace(config, parallel=one)) for one in (of_prompts, of_others))
+            return replace(others, config=config, prompts=prompts)
+        return self._of_one(config)
+
+    def _of_one(self, config: EngineConfig) -> Setup:
+        """All engines of which are alike."""
         if config.model.load_format is LoadFormat.dry:
             dry, overlap = config.model.dry, config.scheduler.overlap is When.always
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
@@ -147,7 +162,7 @@ class SimulatedSubject:
         self.forget()
 
     def forget(self) -> None:
-        alone = self._setup.config.parallel.replicas == 1  # else their steps are not one engine's
+        alone = self._setup.config.parallel.engines == 1  # else their steps are not one engine's
         self._cluster = self._setup.cluster(self._records if alone else None, skips=False)
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:

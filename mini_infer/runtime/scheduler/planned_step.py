@@ -188,7 +188,8 @@ def book_tokens(
             # Its blocks stay for the next one. One that was preempted since may have nothing computed any more.
             computed = request.num_tokens - 1 + request.num_in_flight
             request.num_computed_tokens = min(request.num_computed_tokens, computed)
-        _commit(request, request.num_tokens - 1 if has_drafts else plan.starts[row] + plan.counts[row], step, kv)
+        # Of the token that it has got nothing is computed yet.
+        _commit(request, request.num_tokens - 1 if token_ids else plan.starts[row] + plan.counts[row], step, kv)
     return updates, endings
 
 
