@@ -29,25 +29,18 @@ FLOOR_SHARE = 0.9  # ceilings are measured, too
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a pass when it is judged.
-
-    Attributes:
-        vocab_size: ids from 0 to it are tokens.
-        drift: of the clocks, during the pass.
-        made_up_prompts: random tokens, for which there are real drafts: their acceptance is no setting.
-        first_tokens: of the same variant in its first repeat, where greedy tokens must be the same in all of them.
-        items: what was asked for in the pass.
-        before: what the subject had served, and not forgotten, when the pass began; None where nobody knows.
-        floors_s: the least seconds that the hardware allows each step; empty where that is not known.
-    """
+    """What is known of a pass when it is judged."""
 
     served: Served
-    vocab_size: int
-    drift: Drift = field(default_factory=Drift)
+    vocab_size: int  # ids from 0 to it are tokens
+    drift: Drift = field(default_factory=Drift)  # of the clocks, during the pass
+    # Of the same variant in its first repeat, where greedy tokens must be the same in all of them.
     first_tokens: Sequence[Sequence[int]] | None = None
-    made_up_prompts: bool = False
-    items: Sequence[Item] = ()
+    made_up_prompts: bool = False  # random tokens, for which there are real drafts: their acceptance is no setting
+    items: Sequence[Item] = ()  # what was asked for in the pass
+    # What the subject had served, and not forgotten, when the pass began; None where nobody knows.
     before: Sequence[Item] | None = None
+    # The least seconds that the hardware allows each step; empty where that is not known.
     floors_s: Sequence[float] = ()
 
     @property

@@ -29,14 +29,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Implementation:
-    """
-    Attributes:
-        run: computes with the inputs of that number, and returns what it computed.
-        graph_safe: it can be captured in a CUDA graph.
-    """
-
-    run: Callable[[int], Any]
-    graph_safe: bool = True
+    run: Callable[[int], Any]  # computes with the inputs of that number, and returns what it computed
+    graph_safe: bool = True  # it can be captured in a CUDA graph
 
 
 class Case(ABC):

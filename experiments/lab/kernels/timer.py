@@ -25,15 +25,9 @@ MAX_CALLS = 2048  # of one graph
 
 @dataclass(frozen=True)
 class Timer:
-    """
-    Attributes:
-        burst: makes `calls` calls.
-        captured: they are a CUDA graph.
-    """
-
-    burst: Callable[[], None]
+    burst: Callable[[], None]  # makes `calls` calls
     calls: int
-    captured: bool
+    captured: bool  # they are a CUDA graph
     on_gpu: bool
 
     def sample_us(self) -> float:

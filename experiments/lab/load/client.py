@@ -27,19 +27,11 @@ CONNECTING = 32  # at once, so that a server's backlog holds them
 
 @dataclass(frozen=True)
 class Outcome:
-    """
-    Attributes:
-        end: when the last request had ended.
-        cpu_s: that this process took from the start to the end.
-        tells_cached: whether the server said of every request how much of it was in a prefix cache.
-        in_flight_s: see Served.
-    """
-
     traces: tuple[RequestTrace, ...]
-    end: float
-    cpu_s: float
-    tells_cached: bool
-    in_flight_s: float
+    end: float  # when the last request had ended
+    cpu_s: float  # that this process took from the start to the end
+    tells_cached: bool  # whether the server said of every request how much of it was in a prefix cache
+    in_flight_s: float  # see Served
 
 
 class Drive:

@@ -40,18 +40,11 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass
 class Answer:
-    """
-    Attributes:
-        token_times: one a token; tokens of one event share the time at which its end was read.
-        token_ids: empty where the server does not tell them.
-        cached_tokens: of the prompt, found in a prefix cache; None where the server does not tell.
-        error: why it is not complete.
-    """
-
+    # One a token; tokens of one event share the time at which its end was read.
     token_times: list[float] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None
-    error: str = ""
+    token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell them
+    cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None where the server does not tell
+    error: str = ""  # why it is not complete
 
 
 def read_answer(reads: Sequence[Read]) -> Answer:

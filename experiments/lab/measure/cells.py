@@ -29,18 +29,14 @@ OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that is needed to measure a variant at a point.
-
-    Attributes:
-        engine_of: the variant whose engine serves it, where engines are kept: of the A/A arm the baseline.
-    """
+    """Everything that is needed to measure a variant at a point."""
 
     variant: str
     point: Point
     kind: Kind
     engine: EngineConfig
     workload: Workload
-    engine_of: str
+    engine_of: str  # the variant whose engine serves it, where engines are kept: of the A/A arm the baseline
 
     @property
     def key(self) -> tuple[str, str]:
@@ -49,16 +45,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Pass:
-    """
-    Attributes:
-        drift: of the clocks, while it ran.
-        before: what the subject had served, and not forgotten, when the pass began.
-    """
-
     served: Served
-    drift: Drift
+    drift: Drift  # of the clocks, while it ran
     items: Sequence[Item]
-    before: Sequence[Item]
+    before: Sequence[Item]  # what the subject had served, and not forgotten, when the pass began
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:

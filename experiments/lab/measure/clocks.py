@@ -52,13 +52,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class Watched:
-    """
-    Attributes:
-        joules: that the GPU used during the pass, by its own counter; None where it has none.
-    """
-
     drift: Drift
-    joules: float | None = None
+    joules: float | None = None  # that the GPU used during the pass, by its own counter; None where it has none
 
 
 @dataclass(frozen=True)

@@ -20,26 +20,20 @@ EIGHT_BITS = ("float8_e4m3", "int8")
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a machine was seen to do. 1 GB is 1e9 bytes, 1 TFLOP is 1e12 operations.
+    """The most that a machine was seen to do. 1 GB is 1e9 bytes, 1 TFLOP is 1e12 operations."""
 
-    Attributes:
-        copy_gb_s: a copy larger than all caches; bytes read plus bytes written.
-        read_gb_s: reading, and nothing else, something larger than all caches.
-        matmul_tflop_s: number format -> rate of large square matrix products; a multiplication and an addition are two.
-        cached_read_gb_s: MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s,
-            and the first that they do not.
-        sustained_tflop_s: matmul_tflop_s for seconds on end, which a GPU's power limits.
-        link_gb_s: of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
-        threads: of torch, on a CPU; None on a GPU.
-    """
-
-    copy_gb_s: float
-    read_gb_s: float
+    copy_gb_s: float  # a copy larger than all caches; bytes read plus bytes written
+    read_gb_s: float  # reading, and nothing else, something larger than all caches
+    # Number format -> rate of large square matrix products; a multiplication and an addition are two.
     matmul_tflop_s: dict[str, float]
+    # MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s, and the first that
+    # they do not.
     cached_read_gb_s: dict[int, float] = field(default_factory=dict)
+    # Matmul_tflop_s for seconds on end, which a GPU's power limits.
     sustained_tflop_s: dict[str, float] = field(default_factory=dict)
+    # Of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
     link_gb_s: dict[str, float] = field(default_factory=dict)
-    threads: int | None = None
+    threads: int | None = None  # of torch, on a CPU; None on a GPU
 
     def __post_init__(self) -> None:
         tables = (self.matmul_tflop_s, self.sustained_tflop_s, self.cached_read_gb_s, self.link_gb_s)

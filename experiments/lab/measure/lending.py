@@ -27,17 +27,11 @@ Tell = Callable[[int, int], None]
 
 @dataclass
 class Lent:
-    """
-    Attributes:
-        served: what it was asked for since it was opened, or has forgotten what it knew.
-        warm: the points at which it has been warmed up in full.
-        tell: is told, after each step of an engine in this process, how many requests of a pass have ended, of all.
-    """
-
     subject: Subject
-    tell: Tell
+    tell: Tell  # is told, after each step of an engine in this process, how many requests of a pass have ended, of all
+    # What it was asked for since it was opened, or has forgotten what it knew.
     served: list[Item] = field(default_factory=list)
-    warm: set[str] = field(default_factory=set)
+    warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         with _told(self.subject, len(items), self.tell):

@@ -25,18 +25,13 @@ ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, s
 
 @dataclass(frozen=True)
 class RateSearch:
-    """
-    Attributes:
-        low_per_s, high_per_s: the range of rates; without it nothing is searched.
-        share: of the requests, which must keep every bound of experiment.slo.
-        steps: passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
-        at: settings of its points beside the rate, such as {workload.arrivals: poisson}.
-    """
-
+    # low_per_s, high_per_s: the range of rates; without it nothing is searched.
     low_per_s: float | None = None
     high_per_s: float | None = None
-    share: float = 0.9
+    share: float = 0.9  # of the requests, which must keep every bound of experiment.slo
+    # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
+    # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -31,14 +31,10 @@ GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a simulated engine is made of.
-
-    Attributes:
-        found: what steps take.
-    """
+    """All that a simulated engine is made of."""
 
     config: EngineConfig
-    found: Found
+    found: Found  # what steps take
     limits: Limits
     overlap: bool
 
@@ -57,16 +53,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Simulator:
-    """What is simulated on: the machine of `hardware=...`, or this one.
-
-    Attributes:
-        folder: with files of costs.
-        threads: of torch, on a CPU.
-    """
+    """What is simulated on: the machine of `hardware=...`, or this one."""
 
     chosen: Hardware
-    threads: int
-    folder: Path = costs.FOLDER
+    threads: int  # of torch, on a CPU
+    folder: Path = costs.FOLDER  # with files of costs
 
     def setup(self, config: EngineConfig) -> Setup:
         """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""

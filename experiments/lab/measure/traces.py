@@ -71,51 +71,37 @@ class RequestTrace:
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a pass over HTTP cost the host, in seconds of CPU.
+    """What a pass over HTTP cost the host, in seconds of CPU."""
 
-    Attributes:
-        client_s: of all processes of the load client.
-        client_busy: of the busiest of them, over the time from the start to its last answer.
-        tells_cached: whether the server said how much of each prompt was in its prefix cache.
-        api_s, engine_s: of the server's two processes; None of a server that is not ours.
-    """
-
-    client_s: float
-    client_busy: float
-    tells_cached: bool
+    client_s: float  # of all processes of the load client
+    client_busy: float  # of the busiest of them, over the time from the start to its last answer
+    tells_cached: bool  # whether the server said how much of each prompt was in its prefix cache
+    # api_s, engine_s: of the server's two processes; None of a server that is not ours.
     api_s: float | None = None
     engine_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Served:
-    """One timed pass over a workload.
+    """One timed pass over a workload."""
 
-    Attributes:
-        requests: in the order of the workload's items.
-        start, end: of the pass: its first arrival and the end of its last request.
-        records: the engine's steps between them; none of a peer.
-        peak_memory: bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
-        memory_growth: bytes of device memory that the pass itself reserved anew.
-        host: of a pass over HTTP.
-        in_flight_s: requests in flight, integrated over the pass by the client; None where nobody counts them.
-        outside_s: what the whole call of `serve` took, less the time before its first arrival was due.
-        window: the times between which requests and tokens count; None: all do. See `without_ramps`.
-        joules: that the GPU used meanwhile, by its own counter; None where it has none.
-        step_costs: what the engine measured of its steps when it started; None where it drafts nothing.
-    """
-
-    requests: tuple[RequestTrace, ...]
+    requests: tuple[RequestTrace, ...]  # in the order of the workload's items
+    # start, end: of the pass: its first arrival and the end of its last request.
     start: float
     end: float
-    records: tuple[StepRecord, ...] = ()
+    records: tuple[StepRecord, ...] = ()  # the engine's steps between them; none of a peer
+    # Bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
     peak_memory: int | None = None
-    memory_growth: int = 0
-    host: HostUse | None = None
+    memory_growth: int = 0  # bytes of device memory that the pass itself reserved anew
+    host: HostUse | None = None  # of a pass over HTTP
+    # What the engine measured of its steps when it started; None where it drafts nothing.
     step_costs: StepCosts | None = None
+    # Requests in flight, integrated over the pass by the client; None where nobody counts them.
     in_flight_s: float | None = None
+    # What the whole call of `serve` took, less the time before its first arrival was due.
     outside_s: float | None = None
-    joules: float | None = None
+    joules: float | None = None  # that the GPU used meanwhile, by its own counter; None where it has none
+    # The times between which requests and tokens count; None: all do. See `without_ramps`.
     window: tuple[float, float] | None = None
 
     @property

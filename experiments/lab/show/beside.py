@@ -17,19 +17,14 @@ from experiments.lab.store.rows import Row
 
 @dataclass(frozen=True)
 class Beside:
-    """
-    Attributes:
-        name, label: of the metric on this page.
-        at: what a point of the other experiment says, of its settings or of a named point.
-        variants: of this page -> of the other experiment.
-    """
-
+    # name, label: of the metric on this page.
     name: str
     label: str
     experiment: str
     metric: str
+    # What a point of the other experiment says, of its settings or of a named point.
     at: dict[str, Any] = field(default_factory=dict)
-    variants: dict[str, str] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)  # of this page -> of the other experiment
 
 
 def joined(results: Sequence[Result]) -> list[Result]:

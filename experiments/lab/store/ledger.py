@@ -36,19 +36,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Terms:
-    """What passes are judged by.
-
-    Attributes:
-        labels: of the variants, for notes.
-        timeline: the point whose steps are kept; None: no point's.
-    """
+    """What passes are judged by."""
 
     metrics: Sequence[str]
     baseline: str
-    labels: Mapping[str, str]
+    labels: Mapping[str, str]  # of the variants, for notes
     contexts: Mapping[Key, Context]
     vocab_size: int
-    timeline: str | None
+    timeline: str | None  # the point whose steps are kept; None: no point's
 
 
 class Ledger:

@@ -16,21 +16,15 @@ class MultiTurn(Arriving):
     ones; it is due `think_s` after that answer. Arrivals, rate, concurrency and warmup count conversations.
 
     Items stand conversation by conversation, so that whoever takes the first one that is due finishes a conversation
-    before it begins another. Turns are named "turn1", "turn2" and so on.
-
-    Attributes:
-        prompt_tokens: of a conversation's first turn.
-        user_tokens: that each later turn adds.
-        answer_tokens: output of every turn.
-    """
+    before it begins another. Turns are named "turn1", "turn2" and so on."""
 
     kind: ClassVar[str] = "multi_turn"
 
     conversations: int = 8
     turns: int = 4
-    prompt_tokens: int = 128
-    user_tokens: int = 32
-    answer_tokens: int = 64
+    prompt_tokens: int = 128  # of a conversation's first turn
+    user_tokens: int = 32  # that each later turn adds
+    answer_tokens: int = 64  # output of every turn
     think_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -40,14 +40,7 @@ class Fixed(Arriving):
 
 @dataclass(frozen=True)
 class Uniform(Arriving):
-    """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm.
-
-    Attributes:
-        output_spread: how much of the range of output lengths is used, about its middle: at 0 all outputs have the
-            middle length, at 1 the range is whole. The mean stays where it is.
-        urgent_share: share of requests with priority 0 and the name "urgent"; the others have priority 1 and the
-            name "normal". At 0 there is one class, without a name.
-    """
+    """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -56,7 +49,11 @@ class Uniform(Arriving):
     max_prompt_tokens: int = 1024
     min_output_tokens: int = 100
     max_output_tokens: int = 1024
+    # How much of the range of output lengths is used, about its middle: at 0 all outputs have the middle length, at 1
+    # the range is whole. The mean stays where it is.
     output_spread: float = 1.0
+    # Share of requests with priority 0 and the name "urgent"; the others have priority 1 and the name "normal". At 0
+    # there is one class, without a name.
     urgent_share: float = 0.0
 
     def __post_init__(self) -> None:

@@ -18,14 +18,7 @@ class SharedPrefix(Arriving):
     their own. Suffixes all differ. The first request of a group computes its prefix, unless the group is primed.
 
     In a closed loop of one request every later one finds the prefix. Requests that start together do not: none of
-    them has left anything yet. `prime: true` computes every prefix before the clock starts.
-
-    Attributes:
-        groups: different prefixes.
-        skew: at 0 requests take them in turns; else each draws its own, the i-th with a weight of 1 / i**skew, as
-            prefixes are asked for in recorded traces: some all the time, many once in a while.
-        hit_rate: share of requests that begin with a shared prefix. Which ones is drawn by the seed.
-    """
+    them has left anything yet. `prime: true` computes every prefix before the clock starts."""
 
     kind: ClassVar[str] = "shared_prefix"
 
@@ -33,8 +26,10 @@ class SharedPrefix(Arriving):
     prefix_tokens: int = 512
     suffix_tokens: int = 64
     output_tokens: int = 32
-    hit_rate: float = 1.0
-    groups: int = 1
+    hit_rate: float = 1.0  # share of requests that begin with a shared prefix. Which ones is drawn by the seed.
+    groups: int = 1  # different prefixes
+    # At 0 requests take them in turns; else each draws its own, the i-th with a weight of 1 / i**skew, as prefixes are
+    # asked for in recorded traces: some all the time, many once in a while.
     skew: float = 0.0
     prime: bool = False
 

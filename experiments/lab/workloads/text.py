@@ -16,12 +16,7 @@ from mini_infer.core.errors import ConfigError
 @dataclass(frozen=True)
 class Text(Arriving):
     """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
-    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs.
-
-    Attributes:
-        again: share of the prompt that follows it once more, from its beginning, as when a text is asked for with few
-            changes; the whole is then so much longer.
-    """
+    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
 
     kind: ClassVar[str] = "text"
 
@@ -30,6 +25,8 @@ class Text(Arriving):
     max_prompt_tokens: int = 160
     min_output_tokens: int = 16
     max_output_tokens: int = 96
+    # Share of the prompt that follows it once more, from its beginning, as when a text is asked for with few changes;
+    # the whole is then so much longer.
     again: float = 0.0
 
     def __post_init__(self) -> None:

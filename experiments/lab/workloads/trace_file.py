@@ -48,16 +48,11 @@ Numbered = Iterator[tuple[int, Any]]  # lines of a file, or records, from 1 on
 
 @dataclass(frozen=True)
 class Record:
-    """
-    Attributes:
-        time_s: when the request arrived; only differences matter.
-        prefix_ids: one id for each HASH_BLOCK tokens of the prompt, the last block partly filled. Prompts share
-            their beginning as far as their ids are the same. Empty: nothing is known to be shared.
-    """
-
-    time_s: float
+    time_s: float  # when the request arrived; only differences matter
     prompt_tokens: int
     output_tokens: int
+    # One id for each HASH_BLOCK tokens of the prompt, the last block partly filled. Prompts share their beginning as
+    # far as their ids are the same. Empty: nothing is known to be shared.
     prefix_ids: tuple[int, ...] = ()
 
 
