@@ -58,11 +58,10 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError(
                 f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
             )
-        searched = bool(self.search.rates)
-        for name in (FOUND, KEPT):
-            if searched and name not in self.metrics:
-                raise ConfigError(f"experiment.search needs the metric {name}: add it to experiment.metrics")
-        if FOUND in self.metrics and not searched:
+        missing = [name for name in (FOUND, KEPT) if name not in self.metrics]
+        if self.search.rates and missing:
+            raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
+        if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
         if self.keep_engines and "peak_memory_mib" in self.metrics:
             raise ConfigError(

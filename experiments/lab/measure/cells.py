@@ -10,7 +10,7 @@ import torch
 
 from experiments.lab.judge import formulas, roofline, validity
 from experiments.lab.judge.metrics import SLO, Context, Missing
-from experiments.lab.judge.timing import Evidence
+from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
@@ -62,10 +62,10 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         gc.collect()
         speed = watch.before()
         served = lent.serve(inputs.measured, cell.workload.in_flight)
-        watched = watch.after(speed)
+        drift = watch.after(speed)
         if cell.workload.has_ramps:
             served = served.without_ramps()
-        return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
+        return Pass(replace(served, joules=drift.joules), drift, inputs.measured, before)
 
 
 def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
@@ -29,7 +31,7 @@ class Ceilings:
     # MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s, and the first that
     # they do not.
     cached_read_gb_s: dict[int, float] = field(default_factory=dict)
-    # Matmul_tflop_s for seconds on end, which a GPU's power limits.
+    # As matmul_tflop_s, for seconds on end, which a GPU's power limits.
     sustained_tflop_s: dict[str, float] = field(default_factory=dict)
     # Of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
     link_gb_s: dict[str, float] = field(default_factory=dict)
@@ -130,7 +132,7 @@ def facts(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": cores(),
         "torch_threads": torch.get_num_threads(),
-        "ram_gib": _ram_gib(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
@@ -175,13 +177,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _ram_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _driver() -> str | None:

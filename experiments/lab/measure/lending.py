@@ -80,7 +80,7 @@ class Lending:
     @contextmanager
     def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
         lent = self._kept.get(variant)
-        if lent is None or not _lives(lent.subject):
+        if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
             lent = Lent(self._open(kind, config), self._tell)
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
@@ -128,8 +128,3 @@ def _told(subject: Subject, total: int, tell: Tell) -> Iterator[None]:
         yield
     finally:
         observers.remove(observe)
-
-
-def _lives(subject: Subject) -> bool:
-    """A peer's process may have been stopped to make room for another's."""
-    return not isinstance(subject, Lease) or subject.process.alive

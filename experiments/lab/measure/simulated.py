@@ -10,7 +10,7 @@ from typing import Any
 from experiments.lab.measure import ceilings, costs, hardware
 from experiments.lab.measure.costs import Found, Target
 from experiments.lab.measure.hardware import Hardware
-from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When

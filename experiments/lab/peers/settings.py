@@ -27,15 +27,9 @@ class HFSettings(ProcessSettings):
     # So many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
     processes: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.hf", self, 0, "processes")
-
 
 @dataclass(frozen=True)
 class VLLMSettings(ProcessSettings):
-    # Its engine core runs beside its client in another process, which is its default; false: both in one.
-    multiprocessing: bool = True
     args: dict[str, Any] = field(default_factory=dict)  # more arguments of its EngineArgs, by name
     api_processes: int = 1  # of its server
 
@@ -43,10 +37,6 @@ class VLLMSettings(ProcessSettings):
 @dataclass(frozen=True)
 class ServedSettings(ProcessSettings):
     api_processes: int = 1  # of mini-infer's server
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.served", self, 1, "api_processes")
 
 
 @dataclass(frozen=True)
@@ -60,10 +50,6 @@ class HTTPSettings:
 class ClientSettings(ProcessSettings):
     # Of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
     processes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.client", self, 1, "processes")
 
 
 @dataclass(frozen=True)
@@ -79,6 +65,9 @@ class PeerSettings:
 
     def __post_init__(self) -> None:
         check.at_least("peers", self, 0, "processes")
+        check.at_least("peers.hf", self.hf, 0, "processes")
+        check.at_least("peers.served", self.served, 1, "api_processes")
+        check.at_least("peers.client", self.client, 1, "processes")
 
     def processes_of(self, kind: Kind) -> int | None:
         """How many processes measure a kind of peer; None: all."""

@@ -113,6 +113,11 @@ class Workload:
             **inputs.notes,
         }
 
+    def _lower(self, *names: str) -> str:
+        """The way out of a request that is too long."""
+        told = [f"workload.{name}={getattr(self, name)}" for name in names]
+        return f"lower {', '.join(told[:-1])} or {told[-1]}"
+
     def _require_room(self, vocabulary: Vocabulary, prompt: int, output: int, way_out: str) -> None:
         limit = vocabulary.max_model_len
         if prompt + output > limit:
@@ -210,6 +215,21 @@ class Arriving(Workload):
             times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
         due: dict[int, float | None] = dict(zip(first, times, strict=True))
         return tuple(replace(item, arrival_s=due.get(index)) for index, item in enumerate(items))
+
+
+@dataclass(frozen=True)
+class Counted(Arriving):
+    """One whose requests are counted by a setting."""
+
+    count: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least("workload", self, 1, "count")
+
+    @property
+    def num_requests(self) -> int:
+        return self.count
 
 
 def prompt_lengths(items: Sequence[Item]) -> list[int]:

@@ -188,8 +188,7 @@ def _record(number: int, timestamp: Any, prompt: Any, output: Any, ids: Any) -> 
     blocks = -(-prompt // HASH_BLOCK)
     if prompt > 0 and len(ids) != blocks:
         raise BrokenLine(
-            number,
-            f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}",
+            number, f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}"
         )
     return Record(timestamp / 1e3, prompt, output, tuple(ids))
 

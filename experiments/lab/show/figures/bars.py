@@ -15,7 +15,7 @@ from experiments.lab.judge import stats
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
-from experiments.lab.show.figures.intervals import Estimator, Intervals, intervals, of_metric, tip
+from experiments.lab.show.figures.lines import Estimator, Intervals, intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
