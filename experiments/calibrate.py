@@ -26,8 +26,7 @@ from experiments.lab.measure import costs, hardware, rounds
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, Span, device_seconds, fit, residuals
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.steps import StepRow, step_rows
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec

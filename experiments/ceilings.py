@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.lab import check, points, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.kernels.timer import seconds_of
+from experiments.lab.kernels.case import seconds_of
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.rounds import Probe

@@ -23,10 +23,9 @@ from experiments.lab.experiment import Findings
 from experiments.lab.judge import stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Metric
-from experiments.lab.judge.timing import Evidence
+from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.rounds import Probe
-from experiments.lab.measure.steps import RequestRow, request_rows
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec

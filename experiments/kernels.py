@@ -20,11 +20,10 @@ from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
-from experiments.lab.kernels.case import Case, VariantAbsent, Work
+from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
-from experiments.lab.kernels.timer import Timer, copies_needed, prepare
 from experiments.lab.measure import ceilings, rounds
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.peers.settings import PeerSettings

@@ -24,8 +24,8 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
-from experiments.lab.show.beside import Beside
 from experiments.lab.show.progress import Steps
+from experiments.lab.show.sweeps import Beside
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine

@@ -16,38 +16,29 @@ from mini_infer.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class AblationSpec(ExperimentSpec):
-    """
-    Attributes:
-        variants: name -> changes to the engine's config, and optionally `kind` (see kinds.Kind) and `label`.
-        baseline: the variant that ratios and the gate refer to.
-        points: dotted config key -> values, or a word -> names with their settings (see points.grid); every variant
-            is measured at every combination.
-        metrics: see docs/metrics.md; `metric@name` looks at the requests of that name alone.
-        slo: bounds that a request must keep to count in goodput_rps.
-        search: the highest rate of arrivals at which requests keep `slo`; takes the metrics slo_share and slo_rate_rps.
-        keep_engines: one engine a variant serves all its passes, which saves starting it again for each. Points may
-            then change the workload alone, and every variant's KV memory must be given, since all live side by side.
-        again_at: the points at which the baseline is measured a second time (A/A), such as [{load: short}]; left out:
-            all of them.
-        gate_at: the points whose requests are asked by the gate of tokens (see exact_gate.py); left out: all of them.
-        gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
-        samples: so many prompts of the workload are shown in the report with what was generated.
-        timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
-        profile: the points at which each engine's decode steps are profiled on a GPU after all else has been timed.
-    """
-
+    # Name -> changes to the engine's config, and optionally `kind` (see kinds.Kind) and `label`.
     variants: dict[str, Any] = field(default_factory=dict)
-    baseline: str = ""
+    baseline: str = ""  # the variant that ratios and the gate refer to
+    # Dotted config key -> values, or a word -> names with their settings (see points.grid); every variant is measured
+    # at every combination.
     points: dict[str, Any] = field(default_factory=dict)
-    metrics: tuple[str, ...] = ()
-    slo: SLO = field(default_factory=SLO)
+    metrics: tuple[str, ...] = ()  # see docs/metrics.md; `metric@name` looks at the requests of that name alone
+    slo: SLO = field(default_factory=SLO)  # bounds that a request must keep to count in goodput_rps
+    # The highest rate of arrivals at which requests keep `slo`; takes the metrics slo_share and slo_rate_rps.
     search: RateSearch = field(default_factory=RateSearch)
+    # One engine a variant serves all its passes, which saves starting it again for each. Points may then change the
+    # workload alone, and every variant's KV memory must be given, since all live side by side.
     keep_engines: bool = False
+    # The points at which the baseline is measured a second time (A/A), such as [{load: short}]; left out: all of them.
     again_at: tuple[dict[str, Any], ...] = ()
+    # The points whose requests are asked by the gate of tokens (see exact_gate.py); left out: all of them.
     gate_at: tuple[dict[str, Any], ...] = ()
+    # The most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
     gate_logit_error: float | None = None
-    samples: int = 0
+    samples: int = 0  # so many prompts of the workload are shown in the report with what was generated
+    # The point whose first repeat is kept step by step, {} where there is only one; left out: none is.
     timeline: dict[str, Any] | None = None
+    # The points at which each engine's decode steps are profiled on a GPU after all else has been timed.
     profile: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,11 +58,10 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError(
                 f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
             )
-        searched = bool(self.search.rates)
-        for name in (FOUND, KEPT):
-            if searched and name not in self.metrics:
-                raise ConfigError(f"experiment.search needs the metric {name}: add it to experiment.metrics")
-        if FOUND in self.metrics and not searched:
+        missing = [name for name in (FOUND, KEPT) if name not in self.metrics]
+        if self.search.rates and missing:
+            raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
+        if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
         if self.keep_engines and "peak_memory_mib" in self.metrics:
             raise ConfigError(

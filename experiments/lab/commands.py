@@ -25,7 +25,7 @@ def report(arguments: Sequence[str], root: Path) -> None:
     parser.add_argument("--reports", type=Path, default=root / "reports", metavar="DIR", help="default: reports/")
     chosen = parser.parse_args(arguments)
     from experiments.lab.show.report import rebuild
-    from experiments.lab.store.lock import exclusive
+    from experiments.lab.store.runs import exclusive
 
     with exclusive(chosen.results) if chosen.results.is_dir() else nullcontext():
         written = rebuild(chosen.results, chosen.reports)
@@ -55,10 +55,10 @@ def compare(arguments: Sequence[str], root: Path) -> None:
 def stale(arguments: Sequence[str], root: Path) -> None:
     parser = _parser("stale", root / "results")
     chosen = parser.parse_args(arguments)
-    from experiments.lab.store import history
     from experiments.lab.store import result as store
+    from experiments.lab.store import runs
 
-    print(history.table(store.read_all(chosen.results), root))
+    print(runs.table(store.read_all(chosen.results), root))
 
 
 def list_experiments(arguments: Sequence[str], root: Path) -> None:

@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from experiments.lab.measure import hardware, processes
 from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
-from experiments.lab.store import provenance, tables, trackers
+from experiments.lab.store import provenance, rows, trackers
 from experiments.lab.store import result as store
 from experiments.lab.store.kept import Kept
-from experiments.lab.store.lock import exclusive
 from experiments.lab.store.result import COMPLETE, Provenance, Result, RunInfo, StoreError
 from experiments.lab.store.rows import Row
+from experiments.lab.store.runs import exclusive
 from experiments.lab.typed import Settled
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -78,7 +78,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         versions=provenance.versions(),
         device=hardware.facts(hardware.resolve(experiment.device)),
     )
-    result = _result(experiment, findings, name, experiment.hardware_key, run, origin, settled)
+    result = _result(experiment, findings, name, run, origin, settled)
     written = _store(results, result)
     if findings.status == COMPLETE:
         kept.drop()
@@ -93,19 +93,16 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
 
 
 def _result(
-    experiment: Experiment,
-    findings: Findings,
-    name: str,
-    hardware_key: str,
-    run: str,
-    origin: Provenance,
-    settled: Settled,
+    experiment: Experiment, findings: Findings, name: str, run: str, origin: Provenance, settled: Settled
 ) -> Result:
     spec, axes = experiment.spec, settled.axes
     config = {key: value for key, value in schema.plain(settled.config).items() if key not in ("axes", "scales", "via")}
+    found = {f.name: getattr(findings, f.name) for f in fields(Findings)}
+    found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    same = {f.name for f in fields(RunInfo)} & found.keys() - {"points", "notes", "ceilings"}
     info = RunInfo(
         experiment=name,
-        hardware=hardware_key,
+        hardware=experiment.hardware_key,
         run=run,
         title=", ".join(filter(None, [spec.title, " ".join(filter(None, [axes.model, axes.title]))])),
         question=spec.question,
@@ -115,38 +112,23 @@ def _result(
         points={point.name: dict(point.values) for point in findings.points or experiment.points},
         metrics=dict(experiment.metrics),
         claims=tuple(experiment.claims),
-        gates=tuple(findings.gates),
-        samples=tuple(findings.samples),
         plots=spec.plots,
         code=tuple(dict.fromkeys((*spec.code, *axes.code))),
         limits=spec.limits,
         provenance=origin,
         config=config,
-        status=findings.status,
-        workload=dict(findings.workload),
         ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
         original=spec.original,
         target=spec.target,
         notes=(*settled.notes, *findings.notes, *sweep.notes()),
-        error_gates=tuple(findings.error_gates),
-        profiles=tuple(findings.profiles),
-        procedure=findings.procedure,
-        peers=dict(findings.peers),
         scale=axes.scale,
         via=axes.via,
         default_scale=settled.default_scale,
         changed=dict(settled.changed),
-        processes=tuple(findings.processes),
         aa=experiment.aa,
+        **{name: found[name] for name in same},
     )
-    return Result(
-        info,
-        rows=tuple(findings.rows),
-        steps=tuple(findings.steps),
-        requests=tuple(findings.requests),
-        kernels=tuple(findings.kernels),
-        experts=tuple(findings.experts),
-    )
+    return Result(info, **{name: found[name] for name, _ in store.TABLES.values()})
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
@@ -168,7 +150,7 @@ def _store(results: Path, result: Result) -> Path:
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
     except (StoreError, OSError) as error:
-        print(tables.to_csv(Row, result.rows))
+        print(rows.to_csv(Row, result.rows))
         raise IncompleteRun(f"{problem}; nor to another folder ({error}). The rows stand above, on stdout") from error
     raise IncompleteRun(
         f"{problem}. What was measured is kept in {kept.parent}: move its files to {folder} once it can be written, "

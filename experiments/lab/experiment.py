@@ -17,7 +17,7 @@ from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow
+from experiments.lab.measure.traces import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec

@@ -78,7 +78,8 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def fitting(points: Sequence[Point], at: Mapping[str, Any]) -> list[Point]:
     """Those that have all values of `at`."""
-    return [p for p in points if all(_has(p, key, value) for key, value in at.items())]
+    wanted = at.items()
+    return [p for p in points if all(item in (*p.values.items(), *p.labels.items()) for item in wanted)]
 
 
 def find_point(points: Sequence[Point], at: Mapping[str, Any], where: str) -> Point:
@@ -89,7 +90,3 @@ def find_point(points: Sequence[Point], at: Mapping[str, Any], where: str) -> Po
     names = ", ".join(p.name or "(the only point)" for p in points)
     problem = "names no measured point" if not found else f"fits {len(found)} points: give more keys"
     raise ConfigError(f"{where}={dict(at)} {problem}. Measured: {names}. Change the claim, or drop it from the list")
-
-
-def _has(point: Point, key: str, value: Any) -> bool:
-    return any(key in known and known[key] == value for known in (point.values, point.labels))

@@ -18,7 +18,7 @@ from experiments import disaggregation
 from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
-from experiments.lab.kernels import timer as kernel_timer
+from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.measure import together
 from experiments.lab.store import result as store
 from mini_infer import LLMEngine
@@ -64,7 +64,7 @@ FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed chan
 FEW = {
     "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=12"],
     "uniform": [
-        *("workload.count=4", "workload.warmup=2", "workload.min_output_tokens=8", "workload.max_output_tokens=24"),
+        *("workload.count=4", "workload.warmup=2", "workload.min_output_tokens=8", "workload.max_output_tokens=24")
     ],
     "text": ["workload.count=4"],
     "shared_prefix": ["workload.count=4", "workload.prefix_tokens=160", "workload.suffix_tokens=40"],

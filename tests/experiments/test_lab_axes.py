@@ -16,8 +16,8 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report, sweeps
 from experiments.lab.show.answer import answer
 from experiments.lab.show.compare import OTHER_MACHINE, compare
-from experiments.lab.store import history, runs
 from experiments.lab.store import result as store
+from experiments.lab.store import runs
 from experiments.lab.store.result import StoreError, page_name, run_path
 from mini_infer.core.errors import ConfigError
 
@@ -264,7 +264,7 @@ def test_stale_results_are_those_whose_code_has_commits_since(repository):
     def result(name, code):
         return replace(demo(), info=replace(demo().info, experiment=name, code=code, provenance=origin))
 
-    text = history.table([result("x", ("a.py",)), result("y", ("b.py",)), result("z", ())], root)
+    text = runs.table([result("x", ("a.py",)), result("y", ("b.py",)), result("z", ())], root)
     assert "    2 commits  x/own.in_process/cpu/default" in text
     assert "y/own" not in text
     assert "z/own.in_process/cpu/default: no commit known" in text

@@ -11,9 +11,9 @@ from matplotlib.colors import to_hex
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.steps import ExpertRow, expert_rows
+from experiments.lab.measure.traces import ExpertRow, expert_rows
 from experiments.lab.show import effects
-from experiments.lab.show.figures import bars, experts, forest, frame, gallery, load, matrix, panels, profile, stacks
+from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 
@@ -98,12 +98,12 @@ def test_a_bar_that_dwarfs_another_is_a_dot_on_a_log_axis():
     panel = PanelSpec("output_tokens_per_s")
     variants = {"base": "one", "new": "two", "third": "three"}
     given = result(sizes=(8,), variants=variants, rows=rows({"base": 1, "new": 400, "third": 20}))
-    (ax,) = panels.draw(PlotSpec("plot", "A title", (panel,)), given).axes
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (panel,)), given).axes
     assert ax.get_xscale() == "log"
     assert not ax.patches
     assert [float(line.get_xdata()[1]) for line in ax.lines if line.get_gid()] == [pytest.approx(400, rel=0.01)]
     even = replace(given, rows=tuple(rows({"base": 10, "new": 20, "third": 20})))
-    (ax,) = panels.draw(PlotSpec("plot", "A title", (panel,)), even).axes
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (panel,)), even).axes
     assert (len(ax.patches), ax.get_xscale()) == (3, "linear")
 
 
@@ -177,7 +177,7 @@ def test_cases_with_long_names_are_of_one_colour_where_one_variant_has_them():
     points = {name: {"case": name} for name in (f"a case with a name, {n}" for n in range(6))}
     given = result(variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(6), points=points)
     given = replace(given, rows=tuple(rows({"new": 100 + n}, point=point)[0] for n, point in enumerate(points)))
-    (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
     assert [text.get_text() for text in ax.get_yticklabels()] == list(points)
     assert len({to_hex(bar.get_facecolor()) for bar in ax.patches}) == 1, "all are of one variant"
 
@@ -185,7 +185,7 @@ def test_cases_with_long_names_are_of_one_colour_where_one_variant_has_them():
 def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
     given = result(sizes=(1, 8), variants={"absent": "absent", "base": "off", "new": "on"}, claims=())
     given = replace(given, rows=tuple(row for row in given.rows if row.variant != "absent"))
-    (ax,) = panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
     assert ax.get_legend_handles_labels()[1] == ["off", "on"]
     assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches[::2]] == list(frame.COLOURS[1:3])
     assert [bar.get_y() + bar.get_height() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
@@ -240,7 +240,7 @@ def test_the_interval_of_a_share_stays_within_it():
              rows({v: x}, "acceptance", repeats=1) for row in [replace(row, repeat=n)]]  # fmt: skip
     given = result(rows=found, metrics={"acceptance": metric}, claims=(), sizes=(8,))
     lines = PanelSpec("acceptance", PanelKind.lines, x="workload.concurrency")
-    (ax,) = panels.draw(PlotSpec("plot", "A title", (lines,)), given).axes
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (lines,)), given).axes
     ends = [y for bar in ax.collections for segment in bar.get_segments() for y in segment[:, 1]]
     assert max(ends) == 1
     assert 1 < ax.get_ylim()[1] < 1.2, "what is highest has room for its marker"
@@ -269,14 +269,14 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
         KernelRow("new", "concurrency=8", "other", "something", 4, 900.0),
     )
     given = replace(result(profiles=profiles), kernels=kernels)
-    (ax,) = profile.draw(given).axes
+    (ax,) = stacks.steps(given).axes
     labels = ax.get_legend_handles_labels()[1]
     assert labels[:2] == ["linear", "rows"]
     assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
         f"{label}, concurrency 8" for label in given.info.variants.values()
     ]
     assert [picture.name for picture in gallery.of(given).first] == ["effects", "profile"]
-    grids = [grid for grid in profile.tables("concurrency=8", given) if "whole prompts" in grid.title]
+    grids = [grid for grid in stacks.tables("concurrency=8", given) if "whole prompts" in grid.title]
     assert grids[0].rows[0][:2] == ("_fma_kernel", "linear")
 
 
@@ -287,7 +287,7 @@ def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
     gates = [equal("new", f"concurrency={n}") for n in (1, 8)]
     given = result(gates=gates, variants={"base": 'a "b" <c>', "new": "on"})
     lines = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency")
-    text = frame.svg(panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), lines)), given), "f")
+    text = frame.svg(gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), lines)), given), "f")
     root = ElementTree.fromstring(text)  # a name with quotes breaks nothing
     told = {e.get("data-tip"): e for e in root.iter() if e.get("data-tip")}
     of_lines = [tip for tip in told if frame.NEXT in tip]
@@ -308,7 +308,7 @@ def test_a_heat_map_shows_where_tokens_went():
         ExpertRow("base", "concurrency=8", 1, ("9", "1")),
     ]
     counted = replace(result(), experts=(*rows, *expert_rows("new", "concurrency=8", served)))
-    picture = next(picture for picture in gallery.of(counted).every if picture.title == experts.TITLE)
+    picture = next(picture for picture in gallery.of(counted).every if picture.title == matrix.EXPERTS)
     ax, *_ = picture.draw().axes
     assert ax.images[0].get_array().tolist() == [[1.0, 1.0], [1.8, 0.2]]
     assert ax.get_title() == "concurrency=8: busiest 1.8x"

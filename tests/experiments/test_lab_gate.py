@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.lab.judge.claims import Bound, Claim, Verdict, joined, judge, resolve_all
+from experiments.lab.judge.claims import Bound, Claim, Verdict, judge, resolve_all
 from experiments.lab.judge.gate import Difference, compare
 from experiments.lab.points import point
 from experiments.lab.spec import ClaimSpec
@@ -84,14 +84,6 @@ def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
     (claimed,) = resolved(at={"size": 1}, at_least=13.0, aim=20.0)
     assert judge(replace(claimed, point="p"), Table(measured), []).verdict is Verdict.supported
     assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, 13.0), (Bound.at_least, 20.0)]
-
-
-def test_an_aim_that_stands_behind_its_target_in_an_older_result_is_a_part_of_it():
-    target = replace(claim(Bound.at_most, 4.2), source="target: on this machine")
-    aim = replace(claim(Bound.at_most, 3.7), source="aim")
-    others = [replace(aim, point="q"), replace(aim, metric="other"), claim(Bound.ratio_at_most, 1.0)]
-    assert joined([target, aim, *others]) == (replace(target, aim=3.7), *others)
-    assert joined([aim]) == (aim,)  # of an aim alone
 
 
 def resolved(**changes):

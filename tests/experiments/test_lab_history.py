@@ -7,7 +7,7 @@ import pytest
 from made_up import result
 
 from experiments.lab.show.pages import moved
-from experiments.lab.store.history import commits_since
+from experiments.lab.store.runs import commits_since
 
 
 def git(folder, *arguments):

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from experiments import kernels
 from experiments.kernels import CASES, KernelSweep
 from experiments.lab.execute import execute
+from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels import fused as kernel_fused
-from experiments.lab.kernels import timer as kernel_timer
 from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error, worst
 from experiments.lab.show.progress import Steps
 from mini_infer.core.config import DType

@@ -9,7 +9,7 @@ from test_lab_plots import axes_of
 from experiments.lab.judge import stats
 from experiments.lab.show.figures import bars
 from experiments.lab.show.figures.frame import line_style
-from experiments.lab.show.figures.intervals import intervals
+from experiments.lab.show.figures.lines import intervals
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 

@@ -10,9 +10,9 @@ from made_up import VARIANTS, engine_steps, requests, result
 from PIL import Image
 
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.show.figures import frame, gallery, gantt, timeline, waits
+from experiments.lab.show.figures import frame, gallery, load, timeline
 from experiments.lab.show.figures.frame import BOUND
-from experiments.lab.show.figures.panels import draw as draw_panels
+from experiments.lab.show.figures.gallery import panels as draw_panels
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
@@ -168,14 +168,14 @@ def test_a_bound_of_a_claim_is_drawn_unless_far_away():
 
 
 def test_ratios_to_the_tail_are_shares():
-    x, share = waits.above([3.0, 1.0, 2.0], [1.0, 2.0, 1.0])
+    x, share = load.above([3.0, 1.0, 2.0], [1.0, 2.0, 1.0])
     assert x == [1.0, 1.0, 2.0, 3.0]
     assert share == [100.0, 50.0, 25.0, 0.0]
 
 
 def test_gaps_between_tokens_come_from_the_steps():
     steps = engine_steps(count=50)
-    (gaps,) = (found for found in waits.of(result(steps=steps)) if found.what == "decoded tokens")
+    (gaps,) = (found for found in load.waits_of(result(steps=steps)) if found.what == "decoded tokens")
     times, weights = gaps.values["base"]
     assert sum(weights) == sum(step.decode_tokens for step in steps[1:])
     last = steps[-1].start_s + steps[-1].duration_s - steps[-2].start_s - steps[-2].duration_s
@@ -284,15 +284,15 @@ def test_every_request_is_a_line_of_what_it_went_through():
 
 def test_a_request_that_never_got_a_token_ends_where_it_is_known():
     (asked,) = requests(count=1)
-    assert [phase for phase, _, _ in gantt.phases(asked)] == ["queued", "prefill", "decode"]
-    assert [phase for phase, _, _ in gantt.phases(replace(asked, first_token_s=None, end_s=None))] == ["queued"]
+    assert [phase for phase, _, _ in timeline.phases(asked)] == ["queued", "prefill", "decode"]
+    assert [phase for phase, _, _ in timeline.phases(replace(asked, first_token_s=None, end_s=None))] == ["queued"]
 
 
 def test_a_prompt_from_another_engine_goes_through_the_parts_of_its_way():
     times = {"first_scheduled_s": 0.5, "first_token_s": 2.0, "end_s": 3.0, "arrival_s": 0.0}
     spans = {"prefill_s": 1.0, "transfer_s": 0.7, "transfer_exposed_s": 0.1, "decode_wait_s": 0.2}
     asked = [replace(one, **times, **spans) for one in requests("new", 3)]
-    assert [(phase, start, pytest.approx(end)) for phase, start, end in gantt.phases(asked[0])] == [
+    assert [(phase, start, pytest.approx(end)) for phase, start, end in timeline.phases(asked[0])] == [
         ("queued", 0.0, 0.5),
         ("prefill", 0.5, 1.5),
         ("transfer after it", 1.5, 1.6),
@@ -306,7 +306,7 @@ def test_a_prompt_from_another_engine_goes_through_the_parts_of_its_way():
     assert [ax.get_title(loc="left") for ax in figure.axes] == list(VARIANTS.values())
     lines = dict(zip(own.get_legend_handles_labels()[1], own.collections, strict=True))
     assert lines["first decode step"].get_segments()[2][:, 0] == pytest.approx([1.8, 2.0])
-    assert lines[gantt.COPIES].get_segments()[0][:, 0] == pytest.approx([0.9, 1.6])
+    assert lines[timeline.COPIES].get_segments()[0][:, 0] == pytest.approx([0.9, 1.6])
     frame.png(figure, "demo")
     empty = draw_panels(plot, result())
     assert [text.get_text() for text in empty.axes[0].texts] == ["no valid value"]

@@ -13,7 +13,7 @@ from experiments import ablation
 from experiments.lab.measure import profile_pass, subjects
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
 from experiments.lab.show import report
-from experiments.lab.show.figures import profile as profile_figure
+from experiments.lab.show.figures import stacks as profile_figure
 from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
 from mini_infer import EngineConfig, LLMEngine

@@ -12,7 +12,7 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import beside, effects, pages, report
+from experiments.lab.show import effects, pages, report, sweeps
 from experiments.lab.show.answer import _two_digits, answer, flags
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -356,10 +356,10 @@ def test_what_another_experiment_has_measured_stands_beside_it():
     }
     of_speed = PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms", PanelKind.curve, x="step_ms"),))
     own = result(config={"experiment": {"beside": [wanted]}}, plots=(of_speed,))
-    (alone,) = beside.joined([own])
+    (alone,) = sweeps.with_beside([own])
     assert (alone.rows, alone.info.plots) == (own.rows, ())
     speed = result("speed", "h200", seed=1)
-    found, other = beside.joined([own, speed])
+    found, other = sweeps.with_beside([own, speed])
     assert other is speed
     assert found.info.metrics["step_ms"] == Metric("a step, on h200", "ms", Better.lower)
     first = next(iter(own.info.points))
@@ -367,7 +367,7 @@ def test_what_another_experiment_has_measured_stands_beside_it():
     assert found.table.values("new", first, "step_ms") == expected
     assert not found.table.values("base", first, "step_ms")
     unfinished = replace(speed, info=replace(speed.info, status="incomplete: interrupted"))
-    assert beside.joined([own, unfinished])[0] == alone
+    assert sweeps.with_beside([own, unfinished])[0] == alone
 
 
 def test_gates_that_pass_at_all_points_are_one_line(tmp_path):

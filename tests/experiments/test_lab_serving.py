@@ -8,13 +8,14 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.lab.load import clients, server, subject
 from experiments.lab.load.client import Drive
-from experiments.lab.load.events import read_answer
-from experiments.lab.load.target import Target
+from experiments.lab.load.clients import Target
+from experiments.lab.load.connection import read_answer
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -105,9 +106,9 @@ def drive(items, answer, places=1, hang_up=False):
         port = listener.sockets[0].getsockname()[1]
         job = Drive(items, Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
         await job.connect(places)
-        outcome = await job.run(time.perf_counter() + 0.01, places)
+        served, cpu_s, tells_cached = await job.run(time.perf_counter() + 0.01, places)
         listener.close()
-        return outcome
+        return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end)
 
     return asyncio.run(run()), bodies
 
@@ -182,7 +183,7 @@ def test_requests_and_places_are_dealt_out_evenly_and_conversations_stay_togethe
 
 @pytest.mark.parametrize(("in_flight", "cpus", "expected"), [(1, 16, 1), (64, 16, 1), (256, 16, 4), (256, 4, 2)])
 def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
-    monkeypatch.setattr(clients, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(clients.hardware, "cores", lambda: cpus)
     nobody = Target("127.0.0.1", 1, "/", "x")
     assert clients.Clients(nobody, ClientSettings())._count(in_flight) == expected
     assert clients.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)

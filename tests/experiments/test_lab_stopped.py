@@ -11,8 +11,8 @@ import pytest
 
 from experiments.lab import execute
 from experiments.lab.measure import cells, rounds
-from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.rounds import IncompleteRun
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from experiments.lab import sweep
 from experiments.lab.store import result as store
-from experiments.lab.store.lock import exclusive
+from experiments.lab.store.runs import exclusive
 from experiments.lab.sweep import DONE, FAILED, LOST, Outcome
 from mini_infer.core.errors import ConfigError
 

@@ -9,9 +9,7 @@ from experiments.lab.judge import validity
 from experiments.lab.measure import driver
 from experiments.lab.workloads import Fixed, Text
 
-SETTINGS = [
-    *("model=dry", "measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2"),
-]
+SETTINGS = [*("model=dry", "measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2")]
 FIXED = [
     *("workload=fixed", "workload.count=6", "workload.prompt_tokens=20", "workload.output_tokens=12"),
     "workload.concurrency=6",

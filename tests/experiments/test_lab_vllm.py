@@ -9,12 +9,13 @@ import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from made_up_trace import trace
 
 from experiments.lab.judge import validity
-from experiments.lab.judge.timing import Evidence
+from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, StepProfile
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
@@ -139,14 +140,14 @@ def test_a_trained_draft_is_a_folder(arguments):
 
 def test_it_is_absent_where_it_cannot_be_imported():
     with pytest.raises(vllm.PeerAbsent, match=r"vLLM cannot be imported here \(No module named 'vllm'\): peers.vllm"):
-        open_peer(EngineConfig(), {"args": {}, "multiprocessing": True})
+        open_peer(EngineConfig(), {"args": {}})
 
 
 class InProcess:
     """An engine core without a process: a step adds one token to every request, the number of its step."""
 
     def __init__(self, step_s=0.0):
-        self.engine_core = SimpleNamespace()
+        self.engine_core = MagicMock()  # whose queue has outputs whenever it is asked
         self.running = {}
         self.steps = 0
         self.cached = ["a block"]
@@ -177,6 +178,7 @@ class InProcess:
 
     def reset_prefix_cache(self):
         if self.running or self.steps % 2:
+            self.steps += 1
             return False
         self.cached.clear()
         return True
@@ -274,7 +276,6 @@ def test_it_forgets_as_soon_as_no_block_is_held(monkeypatch):
     assert engine.cached == []
     engine.running["x"] = None
     monkeypatch.setattr(vllm, "FORGET_S", 0.05)
-    monkeypatch.setattr(engine, "step", lambda: [])
     with pytest.raises(RuntimeError, match="does not give its prefix cache up"):
         peer(engine).forget()
 

@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from experiments.lab.kernels import apart, timer
+from experiments.lab.kernels import apart
+from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import VariantAbsent
@@ -111,8 +112,8 @@ def test_a_request_that_failed_there_is_told():
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(apart, "NEEDS", "cpu")
-    monkeypatch.setattr(timer, "SAMPLES", 1)
-    monkeypatch.setattr(timer, "MAX_COPIES", 2)
+    monkeypatch.setattr(kernel_timer, "SAMPLES", 1)
+    monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
     found = Apart(SETTINGS.vllm)
     yield found
     found.close()
@@ -128,8 +129,8 @@ def test_a_kernel_is_timed_where_it_lives(on_a_cpu):
 
 @pytest.mark.parametrize(("case", "more"), [(DecodeAttention, {}), (PrefillAttention, {"queries": 20})])
 def test_it_is_asked_what_our_kernels_are(monkeypatch, case, more):
-    monkeypatch.setattr(timer, "SAMPLES", 1)
-    monkeypatch.setattr(timer, "MAX_COPIES", 2)
+    monkeypatch.setattr(kernel_timer, "SAMPLES", 1)
+    monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", stand_in())
     shape = {"heads": "4/2", "head_dim": 16, "batch": 3, "length": 50, **more}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.lab.show.index import readme_with
+from experiments.lab.show.pages import readme_with
 from experiments.lab.store import result as store
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.lab.judge.probe import probe_batch
+from experiments.lab.judge.logit_gate import probe_batch
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from integrity import check_scheduler
 
-from experiments.lab.judge.probe import probe_logits
+from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.parallel import context
 from mini_infer.parallel.all_reduce import Collectives

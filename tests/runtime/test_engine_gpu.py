@@ -13,7 +13,7 @@ import torch
 from gpu_shapes import SHAPES
 from integrity import check_scheduler
 
-from experiments.lab.judge.probe import probe_batch, probe_logits
+from experiments.lab.judge.logit_gate import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
 from mini_infer.core.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 import transformers
 from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
 
-from experiments.lab.judge.probe import probe_batch, probe_logits
+from experiments.lab.judge.logit_gate import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 
 VOCAB, NEW_TOKENS = 200, 16

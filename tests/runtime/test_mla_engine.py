@@ -12,7 +12,7 @@ import transformers
 from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
 from safetensors.torch import load_file, save_file
 
-from experiments.lab.judge.probe import probe_logits
+from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 
 VOCAB, NEW_TOKENS = 61, 16

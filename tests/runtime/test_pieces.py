@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_graphs import RecordingGraph, numbered
 
-from experiments.lab.judge.probe import probe_logits
+from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec

@@ -13,7 +13,7 @@ import transformers
 from against_transformers import CLEAR, Tokens, greedy, saved
 from fake_graphs import RecordingGraph
 
-from experiments.lab.judge.probe import probe_logits
+from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
 

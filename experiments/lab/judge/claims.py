@@ -56,11 +56,6 @@ class Claim:
     aim: float | None = None  # a stricter value, against which nothing is judged
 
     @property
-    def quantity(self) -> tuple[str, str, str, Bound, str | None, str | None]:
-        """What it bounds, and from which side."""
-        return self.metric, self.variant, self.point, self.bound, self.reference_variant, self.reference_point
-
-    @property
     def sides(self) -> tuple[Claim, ...]:
         """Its bounds, one by one, the aim among them."""
         one = replace(self, aim=None, upper=None)
@@ -75,19 +70,6 @@ class Judgement:
     verdict: Verdict
     estimate: stats.Estimate | None
     reason: str  # why it is inconclusive; empty otherwise
-
-
-def joined(claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Of older results, where an aim was a claim of its own behind its target: one claim of both."""
-    found: list[Claim] = []
-    for claim in claims:
-        pairs = (i for i, known in enumerate(found) if known.quantity == claim.quantity and known.aim is None)
-        target = max(pairs, default=None)
-        if target is not None and claim.source.startswith(AIM):
-            found[target] = replace(found[target], aim=claim.value)
-        else:
-            found.append(claim)
-    return tuple(found)
 
 
 def resolve_all(

@@ -60,8 +60,7 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
         return [(moment, sample) for moment, sample in samples(served) if sample is not None]
 
     def average(served: Served, context: Context) -> float | Missing:
-        found = [1e3 * sample for _, sample in at(served)]
-        return sum(found) / len(found) if found else NOTHING
+        return _mean([1e3 * sample for _, sample in at(served)])
 
     def percentile(q: int) -> Compute:
         def compute(served: Served, context: Context) -> float | Missing:
@@ -85,6 +84,12 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
     return of_pass("ms", Better.lower, entries, of_requests=True)
 
 
+def _mean(values: Sequence[float], count: int | None = None, missing: Missing = NOTHING) -> float | Missing:
+    """Over their number, or another `count`; `missing` where that is 0."""
+    count = len(values) if count is None else count
+    return sum(values) / count if count else missing
+
+
 def _gaps(served: Served) -> list[tuple[Hashable, float]]:
     """Those that end within the same millisecond have one cause."""
     found: list[tuple[Hashable, float]] = []
@@ -98,10 +103,6 @@ def _of_requests(time: Callable[[RequestTrace], float | None]) -> Samples:
     return lambda served: [(index, time(request)) for index, request in enumerate(served.counted)]
 
 
-def _longest_gap(served: Served, context: Context) -> float | Missing:
-    return max((1e3 * gap for _, gap in _gaps(served)), default=NOTHING)
-
-
 def _rate(count: Callable[[Served], float]) -> Compute:
     return lambda served, context: count(served) / served.seconds if served.seconds > 0 else NOTHING
 
@@ -110,22 +111,10 @@ def _output_tokens(served: Served) -> float:
     return sum(served.in_window(request.token_times) for request in served.requests)
 
 
-def _input_tokens(served: Served) -> float:
-    return sum(r.prompt_tokens for r in served.requests if served.in_window(r.token_times[:1]))
-
-
 def _completed(served: Served) -> float:
     """Of an open loop without its ramps those that end meanwhile."""
     complete = [request for request in served.requests if not request.error]
     return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
-
-
-def _goodput(served: Served, context: Context) -> float | Missing:
-    return sum(map(context.slo.met_by, served.counted)) / served.seconds if served.seconds > 0 else NOTHING
-
-
-def _kept_share(served: Served, context: Context) -> float | Missing:
-    return sum(map(context.slo.met_by, served.counted)) / len(served.counted) if served.counted else NOTHING
 
 
 def _hit_rate(served: Served, context: Context) -> float | Missing:
@@ -133,10 +122,6 @@ def _hit_rate(served: Served, context: Context) -> float | Missing:
         return NOT_A_PEERS
     asked = sum(request.prompt_tokens for request in served.requests)
     return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
-
-
-def _preemptions(served: Served, context: Context) -> float | Missing:
-    return float(sum(request.preemptions for request in served.requests)) if served.records else NOT_A_PEERS
 
 
 def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Value:
@@ -157,16 +142,6 @@ def _hits(tokens: Callable[[StepRecord], int]) -> Value:
         return sum(tokens(record) for record in served.records) / asked if asked else NOTHING
 
     return compute
-
-
-def _batch_size(served: Served) -> float | Missing:
-    decoding = [record.decode_rows for record in served.records if record.decode_rows]
-    return sum(decoding) / len(decoding) if decoding else NOTHING
-
-
-def _expert_imbalance(served: Served) -> float | Missing:
-    found = [ratio for record in served.records if (ratio := record.expert_imbalance) is not None]
-    return sum(found) / len(found) if found else NOT_COUNTED
 
 
 def _of_exchanges(
@@ -202,18 +177,12 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     return _over_http(compute)
 
 
-def _peak_memory(served: Served, context: Context) -> float | Missing:
-    return UNKNOWN_MEMORY if served.peak_memory is None else served.peak_memory / 2**20
-
-
-def _joules_per_token(served: Served, context: Context) -> float | Missing:
-    tokens = sum(len(request.token_times) for request in served.requests)
-    return NO_COUNTER if served.joules is None or not tokens else served.joules / tokens
+def _all_tokens(served: Served) -> int:
+    return sum(len(request.token_times) for request in served.requests)
 
 
 def _tokens_per_read(served: Served, host: HostUse) -> float | Missing:
-    reads = sum(len(set(request.token_times)) for request in served.requests)
-    return sum(len(request.token_times) for request in served.requests) / reads if reads else NOTHING
+    return _mean([_all_tokens(served)], sum(len(set(request.token_times)) for request in served.requests))
 
 
 def _roofline(value: Callable[[Sequence[Floor], float], float]) -> Compute:
@@ -244,24 +213,31 @@ SERVING: dict[str, Formula] = {
     **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
     **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
     **of_pass("ms", Better.lower, {
-        "itl_max_ms": ("inter-token latency, longest gap", _longest_gap),
+        "itl_max_ms": ("inter-token latency, longest gap",
+                       lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
     }, of_requests=True),
     **of_pass("tokens/s", Better.higher, {
         "output_tokens_per_s": ("output tokens per second", _rate(_output_tokens)),
-        "input_tokens_per_s": ("prompt tokens per second", _rate(_input_tokens)),
+        "input_tokens_per_s": ("prompt tokens per second", _rate(
+            lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
     }, of_requests=True),
     **of_pass("requests/s", Better.higher, {
         "requests_per_s": ("requests per second", _rate(_completed)),
-        "goodput_rps": ("requests per second that met every SLO", _goodput),
+        "goodput_rps": ("requests per second that met every SLO",
+                        lambda s, c: sum(map(c.slo.met_by, s.counted)) / s.seconds if s.seconds > 0 else NOTHING),
     }, of_requests=True),
     **of_pass("requests/s", Better.higher, {
         "slo_rate_rps": ("highest rate of arrivals at which requests met the SLO", lambda s, c: NOT_SEARCHED),
     }),
     **of_pass("", Better.higher, {
-        "slo_share": ("share of the requests that met every SLO", _kept_share),
+        "slo_share": ("share of the requests that met every SLO",
+                      lambda s, c: sum(map(c.slo.met_by, s.counted)) / len(s.counted) if s.counted else NOTHING),
         "prefix_hit_rate": ("share of prompt tokens found in the prefix cache", _hit_rate),
     }, share=True, of_requests=True),
-    **of_pass("", Better.lower, {"preemptions": ("preemptions", _preemptions)}, of_requests=True),
+    **of_pass("", Better.lower, {
+        "preemptions": ("preemptions",
+                        lambda s, c: float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
+    }, of_requests=True),
     **of_pass("s", Better.lower, {"total_s": ("time for the whole workload", lambda s, c: s.took)}),
     **of_engine("", Better.higher, {
         "kv_utilization": ("KV slots in use / reserved",
@@ -295,9 +271,14 @@ SERVING: dict[str, Formula] = {
     **of_engine("tokens", Better.higher, {
         "tokens_per_step": ("tokens computed in a step, mean", mean(lambda r: r.prefill_tokens + r.verified_tokens)),
     }),
-    **of_engine("requests", Better.higher, {"batch_size": ("requests that decode together, mean", _batch_size)}),
+    **of_engine("requests", Better.higher, {
+        "batch_size": ("requests that decode together, mean",
+                       lambda s: _mean([r.decode_rows for r in s.records if r.decode_rows])),
+    }),
     **of_engine("", Better.lower, {
-        "expert_imbalance": ("tokens of a layer's busiest expert / of its average one, mean step", _expert_imbalance),
+        "expert_imbalance": ("tokens of a layer's busiest expert / of its average one, mean step",
+                             lambda s: _mean([r.expert_imbalance for r in s.records if r.expert_imbalance is not None],
+                                             missing=NOT_COUNTED)),
         "exchange_excess": ("those bytes / a row there and back for each rank with a token's experts",
                             _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
     }),
@@ -306,8 +287,14 @@ SERVING: dict[str, Formula] = {
                         _of_exchanges(lambda t: t.sent_bytes / 1e6)),
     }),
     **DRAFTS,
-    **of_pass("MiB", Better.lower, {"peak_memory_mib": ("peak memory", _peak_memory)}),
-    **of_pass("J", Better.lower, {"joules_per_token": ("energy of the GPU, a token", _joules_per_token)}),
+    **of_pass("MiB", Better.lower, {
+        "peak_memory_mib": ("peak memory",
+                            lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20),
+    }),
+    **of_pass("J", Better.lower, {
+        "joules_per_token": ("energy of the GPU, a token",
+                             lambda s, c: NO_COUNTER if s.joules is None else _mean([s.joules], _all_tokens(s))),
+    }),
     **of_pass("us", Better.lower, {
         "api_cpu_us": ("CPU of the API processes, a token", _cpu_us(lambda host: host.api_s)),
         "engine_cpu_us": ("CPU of the engine process, a token", _cpu_us(lambda host: host.engine_s)),

@@ -52,21 +52,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class ErrorGate:
-    """How far a variant's numbers are from those of a reference, computed in fp32 from the same inputs.
-
-    Attributes:
-        point: None where it holds for all of them.
-        error: the largest ||x - reference|| / ||reference|| of any row.
-        allowed: what it may be at most.
-        against: the reference, in words.
-        equal_rows, rows: of logits, rows whose largest one, the greedy token, is the reference's.
-    """
+    """How far a variant's numbers are from those of a reference, computed in fp32 from the same inputs."""
 
     variant: str
-    point: str | None
-    error: float
-    allowed: float
-    against: str
+    point: str | None  # None where it holds for all of them
+    error: float  # the largest ||x - reference|| / ||reference|| of any row
+    allowed: float  # what it may be at most
+    against: str  # the reference, in words
+    # equal_rows, rows: of logits, rows whose largest one, the greedy token, is the reference's.
     equal_rows: int = 0
     rows: int = 0
 

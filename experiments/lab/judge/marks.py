@@ -34,10 +34,13 @@ class Again:
 
 def again(result: Result) -> Again | None:
     """None where the baseline was measured once, or the two share no valid repeat."""
-    metric = _main_metric(result)
-    if result.info.aa is None or metric is None:
+    info = result.info
+    claimed = [claim.metric for claim in info.claims if claim.bound.is_ratio]
+    timed = [name for name, metric in info.metrics.items() if metric.unit in OF_TIME]
+    metric = next(iter((*claimed, *timed)), None)  # of the first claim of a ratio; else the first time or rate
+    if info.aa is None or metric is None:
         return None
-    logs = log_ratios(result, result.info.aa, metric)
+    logs = log_ratios(result, info.aa, metric)
     whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
     pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}
     return Again(metric, stats.factors(pairs)) if pairs else None
@@ -52,13 +55,6 @@ def log_ratios(result: Result, variant: str, metric: str) -> dict[Turn, list[flo
             if value > 0 and base.get(turn, 0) > 0:
                 logs[turn].append(math.log(value / base[turn]))
     return logs
-
-
-def _main_metric(result: Result) -> str | None:
-    """That of the first claim of a ratio; else the first of a time or rate."""
-    claimed = [claim.metric for claim in result.info.claims if claim.bound.is_ratio]
-    timed = [name for name, metric in result.info.metrics.items() if metric.unit in OF_TIME]
-    return next(iter((*claimed, *timed)), None)
 
 
 def severalfold(result: Result) -> list[str]:
@@ -81,12 +77,9 @@ def severalfold(result: Result) -> list[str]:
 
 def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does."""
-    found = again(result)
-    told = (
-        []
-        if found is None or not found.alarms
-        else [f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}"]
-    )
+    found, told = again(result), []
+    if found is not None and found.alarms:
+        told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}")
     apart = severalfold(result)
     more = len(apart) - 1
     others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""

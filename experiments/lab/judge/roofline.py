@@ -40,21 +40,13 @@ RATES = {"fp8": "float8_e4m3", "int8": "int8"}  # activations' numbers, as ceili
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step had to do, whatever the model.
+    """What one step had to do, whatever the model."""
 
-    Attributes:
-        tokens: computed, prompt tokens and decode rows together.
-        sampled: rows whose logits were needed.
-        rows: sequences that the tokens belong to, at most.
-        context: KV slots of these sequences, the new tokens' own included; shared ones once.
-        pairs: (query, key) pairs of attention, at least.
-    """
-
-    tokens: int
-    sampled: int
-    rows: int
-    context: int
-    pairs: int
+    tokens: int  # computed, prompt tokens and decode rows together
+    sampled: int  # rows whose logits were needed
+    rows: int  # sequences that the tokens belong to, at most
+    context: int  # KV slots of these sequences, the new tokens' own included; shared ones once
+    pairs: int  # (query, key) pairs of attention, at least
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,13 @@ DIFFER_Z = NormalDist().inv_cdf(0.75)  # see `processes_differ`
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its 95 % interval. One value has no interval: `low` and `high` are None then.
-
-    Attributes:
-        n: values, of all processes.
-        processes: that the values come from.
-    """
+    """A median and its 95 % interval. One value has no interval: `low` and `high` are None then."""
 
     median: float
     low: float | None
     high: float | None
-    n: int
-    processes: int = 1
+    n: int  # values, of all processes
+    processes: int = 1  # that the values come from
 
     @property
     def told(self) -> int:

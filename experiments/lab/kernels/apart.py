@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.lab.kernels.case import Case, VariantAbsent, worst
-from experiments.lab.kernels.timer import copies_needed, prepare
+from experiments.lab.kernels.case import Case, VariantAbsent, copies_needed, prepare, worst
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ProcessSettings

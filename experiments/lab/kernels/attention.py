@@ -21,11 +21,11 @@ from experiments.lab.kernels.case import (
     VariantAbsent,
     Work,
     heads,
+    prepare,
     require_triton,
     row_error,
     worst,
 )
-from experiments.lab.kernels.timer import prepare
 from mini_infer.attention.backend import Kind, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore

@@ -1,8 +1,6 @@
 """Load over HTTP: the engine behind its own server, or any server that speaks the OpenAI API, as its clients see it.
 
-    events.py        an answer's server-sent events -> tokens and when they could be read
-    target.py        where requests go, and what they look like
-    connection.py    one HTTP connection that notes each read and decodes nothing
+    connection.py    one HTTP connection that notes each read and decodes nothing, and reads its events afterwards
     client.py        one client process: its share of the requests, on schedule
     clients.py       all client processes, as the process that measures sees them
     server.py        mini-infer-serve with a variant's settings, in processes of its own

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
 
@@ -59,7 +59,7 @@ class Bench:
                 "--disable-tqdm",
             ]
             found = self._serve.main(self._parser.parse_args(arguments))
-        return wire.pack_served(read(found, prompts, output_tokens))
+        return base.pack_served(read(found, prompts, output_tokens))
 
 
 def read(found: Mapping[str, Any], prompts: Sequence[Sequence[int]], output_tokens: int) -> Served:

@@ -9,37 +9,18 @@ import asyncio
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from experiments.lab.load.connection import Connection, Exchange
-from experiments.lab.load.events import read_answer
-from experiments.lab.load.target import Target
+from experiments.lab.load.clients import Target
+from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
 OPEN_LOOP_CONNECTIONS = 64  # opened before the clock starts; an open loop opens more as it needs them
 CONNECTING = 32  # at once, so that a server's backlog holds them
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """
-    Attributes:
-        end: when the last request had ended.
-        cpu_s: that this process took from the start to the end.
-        tells_cached: whether the server said of every request how much of it was in a prefix cache.
-        in_flight_s: see Served.
-    """
-
-    traces: tuple[RequestTrace, ...]
-    end: float
-    cpu_s: float
-    tells_cached: bool
-    in_flight_s: float
 
 
 class Drive:
@@ -70,8 +51,9 @@ class Drive:
             new = [self._connection() for _ in range(min(CONNECTING, wanted - first))]
             self._idle += await asyncio.gather(*new)
 
-    async def run(self, start: float, places: int) -> Outcome:
-        """Begins at `start`; at most `places` requests of the closed loop are in flight."""
+    async def run(self, start: float, places: int) -> tuple[Served, float, bool]:
+        """Begins at `start`; at most `places` requests of the closed loop are in flight. Returns the pass, the
+        seconds of CPU that it took here, and whether the server said of every request what was in a prefix cache."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
         self._schedule = Schedule(self._items, start, places)
@@ -89,7 +71,8 @@ class Drive:
                 connection.close()
         cached: list[bool] = []
         traces = tuple(self._trace(index, cached) for index in range(len(self._items)))
-        return Outcome(traces, end, cpu_s, all(cached), self._schedule.in_flight_s)
+        served = Served(traces, start, end, in_flight_s=self._schedule.in_flight_s, outside_s=end - start)
+        return served, cpu_s, all(cached)
 
     def _pump(self) -> None:
         """Sends what is due, and comes back when something else is."""
@@ -218,15 +201,12 @@ class Client:
 
     def prepare(self, items: list[dict[str, Any]], salt: str, places: int) -> None:
         self._places = places
-        self._drive = Drive(wire.unpack_items(items), self._target, salt)
+        self._drive = Drive(base.unpack_items(items), self._target, salt)
         self._loop.run_until_complete(self._drive.connect(places))
 
     def go(self, start: float) -> dict[str, Any]:
-        outcome = self._loop.run_until_complete(self._drive.run(start, self._places))
-        served = wire.pack_served(
-            Served(outcome.traces, start, outcome.end, in_flight_s=outcome.in_flight_s, outside_s=outcome.end - start)
-        )
-        return {"served": served, "cpu_s": outcome.cpu_s, "tells_cached": outcome.tells_cached}
+        served, cpu_s, tells_cached = self._loop.run_until_complete(self._drive.run(start, self._places))
+        return {"served": base.pack_served(served), "cpu_s": cpu_s, "tells_cached": tells_cached}
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:

@@ -1,19 +1,20 @@
-"""All processes of the load client, as the process that measures sees them."""
+"""All processes of the load client, as the process that measures sees them; where requests go, and what they
+look like."""
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from experiments.lab.load.target import Target
+from experiments.lab.measure import hardware
 from experiments.lab.measure.schedule import lead_s
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
@@ -22,6 +23,34 @@ from mini_infer.core.config import EngineConfig
 MODULE = "experiments.lab.load.client"
 STREAMS_EACH = 64  # of a process, before there is another one
 LEAD_S = 0.05  # from the word to go to the start, which all processes share
+
+
+@dataclass(frozen=True)
+class Target:
+    host: str
+    port: int
+    path: str  # of the completions
+    model: str
+
+    def request(self, prompt: Sequence[int], item: Item, salt: str) -> bytes:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": item.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+            **({"priority": item.priority} if item.priority else {}),
+            **({"cache_salt": salt} if salt else {}),
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        return head.encode() + data
 
 
 @dataclass(frozen=True)
@@ -48,11 +77,7 @@ class Clients:
         self._together(
             [
                 lambda process=process, share=share: process.call(  # type: ignore[misc]
-                    "connect",
-                    "prepare",
-                    items=wire.pack_items(share.items),
-                    salt=salt,
-                    places=share.places,
+                    "connect", "prepare", items=base.pack_items(share.items), salt=salt, places=share.places
                 )
                 for process, share in zip(processes, shares, strict=True)
             ]
@@ -71,7 +96,7 @@ class Clients:
         """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
         wanted = self._settings.processes
         if wanted is None:
-            wanted = min(math.ceil(in_flight / STREAMS_EACH), max(1, usable_cpus() // 2))
+            wanted = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
         return min(wanted, in_flight)
 
     def _start(self) -> PeerProcess:
@@ -86,10 +111,6 @@ class Clients:
             except BaseException:
                 self.close()
                 raise
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share]:
@@ -117,7 +138,7 @@ def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share
 
 def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: float, items: Sequence[Item]) -> Served:
     traces: dict[int, RequestTrace] = {}
-    parts = [wire.unpack_served(reply["served"]) for reply in replies]
+    parts = [base.unpack_served(reply["served"]) for reply in replies]
     for share, part in zip(shares, parts, strict=True):
         traces |= {
             index: replace(trace, request_id=f"{trace.name or 'request'}-{index}")

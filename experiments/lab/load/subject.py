@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from experiments.lab.load.clients import Clients
+from experiments.lab.load.clients import Clients, Target
 from experiments.lab.load.server import cpu_seconds
-from experiments.lab.load.target import Target
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
@@ -110,7 +109,7 @@ class Bench:
             concurrency=concurrency,
             salt=self._server.salt,
         )
-        return wire.unpack_served(found)
+        return base.unpack_served(found)
 
     def forget(self) -> None:
         self._server.forget()

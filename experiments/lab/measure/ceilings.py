@@ -40,27 +40,19 @@ def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
 
     Raises ConfigError where the file is no hardware file.
     """
-    if chosen.machine:
-        return _of_threads(chosen, device, threads)
-    path = folder / f"{hardware.device_key(device)}.yaml"
-    machine = hardware.name(device)
-    if not path.is_file():
-        return Found(None, f"no ceilings are known for {machine}: {WAY_OUT}")
-    known = read(path)
-    if known.machine != machine:
-        return Found(None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}")
-    return _of_threads(known, device, threads)
-
-
-def _of_threads(known: Hardware, device: str, threads: int) -> Found:
+    known = chosen
+    if not known.machine:
+        path, machine = folder / f"{hardware.device_key(device)}.yaml", hardware.name(device)
+        if not path.is_file():
+            return Found(None, f"no ceilings are known for {machine}: {WAY_OUT}")
+        known = read(path)
+        if known.machine != machine:
+            return Found(None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}")
     wanted = threads if device == "cpu" else None
-    for ceilings in known.ceilings:
-        if ceilings.threads == wanted:
-            return Found(ceilings, "")
-    of = "a GPU" if wanted is None else f"{wanted} threads"
-    return Found(None, f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}" + (
-        f" measure.threads={wanted}" if wanted else ""
-    ))  # fmt: skip
+    found = next((ceilings for ceilings in known.ceilings if ceilings.threads == wanted), None)
+    of, way_out = ("a GPU", "") if wanted is None else (f"{wanted} threads", f" measure.threads={wanted}")
+    problem = f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}{way_out}"
+    return Found(found, "" if found else problem)
 
 
 def read(path: Path) -> Hardware:

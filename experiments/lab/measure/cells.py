@@ -10,12 +10,12 @@ import torch
 
 from experiments.lab.judge import formulas, roofline, validity
 from experiments.lab.judge.metrics import SLO, Context, Missing
-from experiments.lab.judge.timing import Evidence
+from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending, Lent
-from experiments.lab.measure.outcomes import CutOff
+from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.subjects import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
@@ -30,18 +30,14 @@ OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that is needed to measure a variant at a point.
-
-    Attributes:
-        engine_of: the variant whose engine serves it, where engines are kept: of the A/A arm the baseline.
-    """
+    """Everything that is needed to measure a variant at a point."""
 
     variant: str
     point: Point
     kind: Kind
     engine: EngineConfig
     workload: Workload
-    engine_of: str
+    engine_of: str  # the variant whose engine serves it, where engines are kept: of the A/A arm the baseline
 
     @property
     def key(self) -> tuple[str, str]:
@@ -50,16 +46,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Pass:
-    """
-    Attributes:
-        drift: of the clocks, while it ran.
-        before: what the subject had served, and not forgotten, when the pass began.
-    """
-
     served: Served
-    drift: Drift
+    drift: Drift  # of the clocks, while it ran
     items: Sequence[Item]
-    before: Sequence[Item]
+    before: Sequence[Item]  # what the subject had served, and not forgotten, when the pass began
 
 
 class CutPass(KeyboardInterrupt):
@@ -83,11 +73,11 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         try:
             served = lent.serve(inputs.measured, cell.workload.in_flight)
         except CutOff as stop:
-            raise CutPass(Pass(stop.served, watch.after(speed).drift, inputs.measured, before)) from stop
-        watched = watch.after(speed)
+            raise CutPass(Pass(stop.served, watch.after(speed), inputs.measured, before)) from stop
+        drift = watch.after(speed)
         if cell.workload.has_ramps:
             served = served.without_ramps()
-        return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
+        return Pass(replace(served, joules=drift.joules), drift, inputs.measured, before)
 
 
 def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:

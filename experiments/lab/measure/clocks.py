@@ -15,9 +15,9 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_DRIFT = 0.05  # of a clock, during a pass
 HOST_BESIDE_GPU = 0.25  # of the host's, where a GPU computes: what waits for the host is a small part of its time
@@ -39,6 +39,7 @@ class Drift:
 
     host: float = 0.0
     gpu: float | None = None  # None: none computes
+    joules: float | None = None  # that the GPU used meanwhile, by its own counter; None where it has none
 
     @property
     def problem(self) -> str:
@@ -50,27 +51,14 @@ class Drift:
         return f"the {who}'s speed changed by {100 * change:.3g} % during the pass ({100 * allowed:.0f} % are allowed)"
 
 
-@dataclass(frozen=True)
-class Watched:
-    """
-    Attributes:
-        joules: that the GPU used during the pass, by its own counter; None where it has none.
-    """
-
-    drift: Drift
-    joules: float | None = None
-
-
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """Seconds of the fixed work on the host, and on the GPU where one is measured."""
 
     host_s: float
     gpu_s: float | None = None
 
 
-@dataclass(frozen=True)
-class GpuState:
+class GpuState(NamedTuple):
     """One reading. `joules` counts from when the driver was loaded; None where the GPU has no such counter."""
 
     clock_mhz: float
@@ -138,13 +126,13 @@ class Watch:
         self._joules = None if state is None else state.joules
         return speed
 
-    def after(self, before: Speed) -> Watched:
+    def after(self, before: Speed) -> Drift:
         state, joules = self._read(), None
         if state is not None:
             self.states.append(state)
             if state.joules is not None and self._joules is not None:
                 joules = state.joules - self._joules
-        return Watched(drift(before, self._note(take(self._device, before))), joules)
+        return replace(drift(before, self._note(take(self._device, before))), joules=joules)
 
     def _read(self) -> GpuState | None:
         return None if self._gpu is None else self._gpu.read()

@@ -71,40 +71,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class CostFile:
-    """
-    Attributes:
-        left_out: steps that the fit took for hiccups.
-        residuals: by kind of step, of steps that the fit has not seen.
-    """
-
     machine: str
     layout: Layout
     measured: str  # date
     how: str
     costs: FittedCosts
-    left_out: int = 0
+    left_out: int = 0  # steps that the fit took for hiccups
+    # By kind of step, of steps that the fit has not seen.
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model as an engine would serve it, and the machine that it is simulated on.
-
-    Attributes:
-        device: cpu or cuda; a simulated one need not be there.
-        machine: its name, as hardware.name gives it.
-        memory_gib: of one device; None: not known.
-        ceilings: None: not known.
-    """
+    """A model as an engine would serve it, and the machine that it is simulated on."""
 
     config: EngineConfig
     spec: ModelSpec
     dtype: torch.dtype
-    device: str
-    machine: str
+    device: str  # cpu or cuda; a simulated one need not be there
+    machine: str  # its name, as hardware.name gives it
     threads: int
-    memory_gib: float | None = None
-    ceilings: Ceilings | None = None
+    memory_gib: float | None = None  # of one device; None: not known
+    ceilings: Ceilings | None = None  # None: not known
 
     @property
     def layout(self) -> Layout:

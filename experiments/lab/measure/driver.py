@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams

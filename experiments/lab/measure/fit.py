@@ -48,16 +48,12 @@ def device_seconds(spans: Sequence[Span], overlap: bool) -> list[float]:
 
 @dataclass(frozen=True)
 class Residuals:
-    """How far predictions are from steps that were measured: shares of the measured time.
-
-    Attributes:
-        bias: of all steps' time together; above 0 where too much is predicted.
-    """
+    """How far predictions are from steps that were measured: shares of the measured time."""
 
     steps: int
     median: float
     p90: float
-    bias: float
+    bias: float  # of all steps' time together; above 0 where too much is predicted
 
 
 @dataclass(frozen=True)

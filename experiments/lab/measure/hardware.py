@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
@@ -20,26 +22,20 @@ EIGHT_BITS = ("float8_e4m3", "int8")
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a machine was seen to do. 1 GB is 1e9 bytes, 1 TFLOP is 1e12 operations.
+    """The most that a machine was seen to do. 1 GB is 1e9 bytes, 1 TFLOP is 1e12 operations."""
 
-    Attributes:
-        copy_gb_s: a copy larger than all caches; bytes read plus bytes written.
-        read_gb_s: reading, and nothing else, something larger than all caches.
-        matmul_tflop_s: number format -> rate of large square matrix products; a multiplication and an addition are two.
-        cached_read_gb_s: MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s,
-            and the first that they do not.
-        sustained_tflop_s: matmul_tflop_s for seconds on end, which a GPU's power limits.
-        link_gb_s: of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
-        threads: of torch, on a CPU; None on a GPU.
-    """
-
-    copy_gb_s: float
-    read_gb_s: float
+    copy_gb_s: float  # a copy larger than all caches; bytes read plus bytes written
+    read_gb_s: float  # reading, and nothing else, something larger than all caches
+    # Number format -> rate of large square matrix products; a multiplication and an addition are two.
     matmul_tflop_s: dict[str, float]
+    # MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s, and the first that
+    # they do not.
     cached_read_gb_s: dict[int, float] = field(default_factory=dict)
+    # As matmul_tflop_s, for seconds on end, which a GPU's power limits.
     sustained_tflop_s: dict[str, float] = field(default_factory=dict)
+    # Of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
     link_gb_s: dict[str, float] = field(default_factory=dict)
-    threads: int | None = None
+    threads: int | None = None  # of torch, on a CPU; None on a GPU
 
     def __post_init__(self) -> None:
         tables = (self.matmul_tflop_s, self.sustained_tflop_s, self.cached_read_gb_s, self.link_gb_s)
@@ -138,7 +134,7 @@ def facts(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": cores(),
         "torch_threads": torch.get_num_threads(),
-        "ram_gib": _ram_gib(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
@@ -183,13 +179,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _ram_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _driver() -> str | None:

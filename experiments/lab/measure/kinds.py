@@ -29,35 +29,19 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class System:
-    """
-    Attributes:
-        module: with its `open_peer`, of those that can run in a process of their own; "" of others.
-        over_http: the load client talks to it.
-        client_of: the system with the server that it loads, of those that are a load client.
-        ours: it is this engine, which gates check before it is timed.
-        steps: it tells StepRecords.
-        profiled: its decode steps can be profiled.
-        own_weights: of random weights it makes its own; else it has the engine's.
-        caches: it has the engine's switch for a prefix cache.
-        open_loop: it takes requests at their times.
-        chains: it takes requests that follow others, and priorities.
-        elsewhere: somebody else has started it: it has an address, and its memory is not ours.
-        needs_gpu: it is measured on a CUDA device alone.
-    """
-
     label: str
-    module: str = ""
-    over_http: bool = False
-    client_of: Kind | None = None
-    ours: bool = False
-    steps: bool = False
-    profiled: bool = False
-    own_weights: bool = False
-    caches: bool = False
-    open_loop: bool = True
-    chains: bool = True
-    elsewhere: bool = False
-    needs_gpu: bool = False
+    module: str = ""  # with its `open_peer`, of those that can run in a process of their own; "" of others
+    over_http: bool = False  # the load client talks to it
+    client_of: Kind | None = None  # the system with the server that it loads, of those that are a load client
+    ours: bool = False  # it is this engine, which gates check before it is timed
+    steps: bool = False  # it tells StepRecords
+    profiled: bool = False  # its decode steps can be profiled
+    own_weights: bool = False  # of random weights it makes its own; else it has the engine's
+    caches: bool = False  # it has the engine's switch for a prefix cache
+    open_loop: bool = True  # it takes requests at their times
+    chains: bool = True  # it takes requests that follow others, and priorities
+    elsewhere: bool = False  # somebody else has started it: it has an address, and its memory is not ours
+    needs_gpu: bool = False  # it is measured on a CUDA device alone
 
     @property
     def always_apart(self) -> bool:

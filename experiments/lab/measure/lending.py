@@ -27,17 +27,11 @@ Tell = Callable[[int, int], None]
 
 @dataclass
 class Lent:
-    """
-    Attributes:
-        served: what it was asked for since it was opened, or has forgotten what it knew.
-        warm: the points at which it has been warmed up in full.
-        tell: is told, after each step of an engine in this process, how many requests of a pass have ended, of all.
-    """
-
     subject: Subject
-    tell: Tell
+    tell: Tell  # is told, after each step of an engine in this process, how many requests of a pass have ended, of all
+    # What it was asked for since it was opened, or has forgotten what it knew.
     served: list[Item] = field(default_factory=list)
-    warm: set[str] = field(default_factory=set)
+    warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         with _told(self.subject, len(items), self.tell):
@@ -86,7 +80,7 @@ class Lending:
     @contextmanager
     def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
         lent = self._kept.get(variant)
-        if lent is None or not _lives(lent.subject):
+        if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
             lent = Lent(self._open(kind, config), self._tell)
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
@@ -134,8 +128,3 @@ def _told(subject: Subject, total: int, tell: Tell) -> Iterator[None]:
         yield
     finally:
         observers.remove(observe)
-
-
-def _lives(subject: Subject) -> bool:
-    """A peer's process may have been stopped to make room for another's."""
-    return not isinstance(subject, Lease) or subject.process.alive

@@ -278,10 +278,11 @@ def _gates(found: Sequence[Findings]) -> list[Gate]:
 
 def _error_gates(found: Sequence[Findings]) -> list[ErrorGate]:
     """The worst of each; an error that is no number is worse than any."""
-    gates: dict[tuple[str, str | None], list[ErrorGate]] = {}
+    worst: dict[tuple[str, str | None], ErrorGate] = {}
     for gate in (gate for f in found for gate in f.error_gates):
-        gates.setdefault((gate.variant, gate.point), []).append(gate)
-    return [max(own, key=lambda gate: (math.isnan(gate.error), gate.error)) for own in gates.values()]
+        key = gate.variant, gate.point
+        worst[key] = max(worst.get(key, gate), gate, key=lambda gate: (math.isnan(gate.error), gate.error))
+    return list(worst.values())
 
 
 def _notes(found: Sequence[Findings]) -> list[str]:

@@ -67,25 +67,16 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Decode steps of a variant at a point. Times are means over the steps, in microseconds.
-
-    Attributes:
-        steps: that were profiled.
-        rows: that decoded in each of them.
-        plain_us: a step's time on the host's clock, without the profiler.
-        profiled_us: from one step's start on the GPU to the next one's, under the profiler.
-        busy_us: of these, while some kernel ran.
-        idle_us: of these, while none ran between two steps; the rest is between the kernels of a step.
-    """
+    """Decode steps of a variant at a point. Times are means over the steps, in microseconds."""
 
     variant: str
     point: str
-    steps: int
-    rows: int
-    plain_us: float
-    profiled_us: float
-    busy_us: float
-    idle_us: float
+    steps: int  # that were profiled
+    rows: int  # that decoded in each of them
+    plain_us: float  # a step's time on the host's clock, without the profiler
+    profiled_us: float  # from one step's start on the GPU to the next one's, under the profiler
+    busy_us: float  # of these, while some kernel ran
+    idle_us: float  # of these, while none ran between two steps; the rest is between the kernels of a step
 
     @property
     def idle_share(self) -> float:

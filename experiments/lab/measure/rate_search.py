@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from experiments.lab import check
 from experiments.lab.judge import formulas
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
@@ -25,30 +26,23 @@ ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, s
 
 @dataclass(frozen=True)
 class RateSearch:
-    """
-    Attributes:
-        low_per_s, high_per_s: the range of rates; without it nothing is searched.
-        share: of the requests, which must keep every bound of experiment.slo.
-        steps: passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
-        at: settings of its points beside the rate, such as {workload.arrivals: poisson}.
-    """
-
+    # low_per_s, high_per_s: the range of rates; without it nothing is searched.
     low_per_s: float | None = None
     high_per_s: float | None = None
-    share: float = 0.9
+    share: float = 0.9  # of the requests, which must keep every bound of experiment.slo
+    # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
+    # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.low_per_s is None) != (self.high_per_s is None):
+        low, high = self.low_per_s, self.high_per_s
+        if (low is None) != (high is None):
             raise ConfigError("experiment.search needs both low_per_s and high_per_s, or neither")
-        if self.low_per_s is not None and self.high_per_s is not None and not 0 < self.low_per_s < self.high_per_s:
-            raise ConfigError(
-                f"experiment.search: low_per_s={self.low_per_s:g} must be above 0 and below high_per_s="
-                f"{self.high_per_s:g}"
-            )
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"experiment.search.share must be above 0 and at most 1, got {self.share}")
+        check.above_zero("experiment.search", self, "low_per_s", "high_per_s", "share")
+        check.share("experiment.search", self, "share")
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"experiment.search: low_per_s={low:g} must be below high_per_s={high:g}")
         if not 2 <= self.steps <= MOST_STEPS:
             raise ConfigError(f"experiment.search.steps must be from 2 to {MOST_STEPS}, got {self.steps}")
         if RATE in self.at:

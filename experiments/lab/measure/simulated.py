@@ -10,7 +10,7 @@ from typing import Any
 from experiments.lab.measure import ceilings, costs, hardware
 from experiments.lab.measure.costs import Found, Target
 from experiments.lab.measure.hardware import Hardware
-from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
@@ -31,18 +31,13 @@ GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a simulated engine is made of.
-
-    Attributes:
-        found: what steps take.
-        prompts: of the engines that compute prompts for the others; None where there are none.
-    """
+    """All that a simulated engine is made of."""
 
     config: EngineConfig
-    found: Found
+    found: Found  # what steps take
     limits: Limits
     overlap: bool
-    prompts: Setup | None = None
+    prompts: Setup | None = None  # of the engines that compute prompts for the others; None where there are none
 
     def cluster(self, records: list[StepRecord] | None = None, skips: bool = True) -> Cluster:
         """As many engines as the settings say.
@@ -63,16 +58,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Simulator:
-    """What is simulated on: the machine of `hardware=...`, or this one.
-
-    Attributes:
-        folder: with files of costs.
-        threads: of torch, on a CPU.
-    """
+    """What is simulated on: the machine of `hardware=...`, or this one."""
 
     chosen: Hardware
-    threads: int
-    folder: Path = costs.FOLDER
+    threads: int  # of torch, on a CPU
+    folder: Path = costs.FOLDER  # with files of costs
 
     def setup(self, config: EngineConfig) -> Setup:
         """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""

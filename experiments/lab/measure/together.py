@@ -45,16 +45,9 @@ class Rank(Protocol):
 
 @dataclass(frozen=True)
 class RanksSpec(ExperimentSpec):
-    """
-    Attributes:
-        ranks: processes.
-        dtype: of the numbers.
-        allowed_error: the most that a row may be off by, relative to its norm.
-    """
-
-    ranks: int = 2
-    dtype: DType = DType.bfloat16
-    allowed_error: float = 0.02
+    ranks: int = 2  # processes
+    dtype: DType = DType.bfloat16  # of the numbers
+    allowed_error: float = 0.02  # the most that a row may be off by, relative to its norm
 
     def __post_init__(self) -> None:
         if self.ranks < 2 or self.dtype is DType.auto:

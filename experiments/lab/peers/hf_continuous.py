@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.utils import is_flash_attn_2_available, is_psutil_available
+from transformers.utils import is_flash_attn_2_available
 
-from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
 from experiments.lab.workloads import Item
@@ -39,11 +39,6 @@ class HFContinuous:
 
     def __init__(self, config: EngineConfig) -> None:
         on_gpu = resolve_device(config.model).type == "cuda"
-        if not on_gpu and not is_psutil_available():
-            raise ConfigError(
-                "the variant kind `hf_continuous` needs the package psutil on a CPU, where transformers asks it for "
-                "the memory: pip install psutil"
-            )
         flash = on_gpu and is_flash_attn_2_available()  # named, because it would otherwise fetch kernels by itself
         attention = "paged|flash_attention_2" if flash else "paged|sdpa"
         self._model = load_checkpoint(config.model, "hf_continuous", attention)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
@@ -34,13 +34,7 @@ class PeerProcess:
     """Whatever goes wrong while it is asked, Ctrl-C included, it is killed with all the processes it has started."""
 
     def __init__(
-        self,
-        name: str,
-        module: str,
-        config: EngineConfig,
-        settings: ProcessSettings,
-        wait: bool = True,
-        **more: Any,
+        self, name: str, module: str, config: EngineConfig, settings: ProcessSettings, wait: bool = True, **more: Any
     ) -> None:
         """
         Args:
@@ -83,8 +77,8 @@ class PeerProcess:
         self.about: Mapping[str, Any] = self._receive("start")["about"]
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        reply = self._ask("serve", op="serve", items=wire.pack_items(items), concurrency=concurrency)
-        return wire.unpack_served(reply["served"])
+        reply = self._ask("serve", op="serve", items=base.pack_items(items), concurrency=concurrency)
+        return base.unpack_served(reply["served"])
 
     def forget(self) -> None:
         self._ask("forget its prefix cache", op="forget")

@@ -11,17 +11,12 @@ from experiments.lab.measure.kinds import Kind
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """
-    Attributes:
-        python: the peer's interpreter, such as that of a virtual environment; default: this process's own.
-        pythonpath: folders with the peer's packages, instead of this process's PYTHONPATH: so it can live beside
-            another version of torch.
-        timeout_s: the longest wait for its start, and for each pass.
-    """
-
+    # The peer's interpreter, such as that of a virtual environment; default: this process's own.
     python: str | None = None
+    # Folders with the peer's packages, instead of this process's PYTHONPATH: so it can live beside another version of
+    # torch.
     pythonpath: str | None = None
-    timeout_s: float = 900.0
+    timeout_s: float = 900.0  # the longest wait for its start, and for each pass
 
     def __post_init__(self) -> None:
         check.above_zero("peers.*", self, "timeout_s")
@@ -29,81 +24,38 @@ class ProcessSettings:
 
 @dataclass(frozen=True)
 class HFSettings(ProcessSettings):
-    """
-    Attributes:
-        processes: so many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
-    """
-
+    # So many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
     processes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.hf", self, 0, "processes")
 
 
 @dataclass(frozen=True)
 class VLLMSettings(ProcessSettings):
-    """
-    Attributes:
-        multiprocessing: its engine core runs beside its client in another process, which is its default; false: both
-            in one.
-        args: more arguments of its EngineArgs, by name.
-        api_processes: of its server.
-    """
-
-    multiprocessing: bool = True
-    args: dict[str, Any] = field(default_factory=dict)
-    api_processes: int = 1
+    args: dict[str, Any] = field(default_factory=dict)  # more arguments of its EngineArgs, by name
+    api_processes: int = 1  # of its server
 
 
 @dataclass(frozen=True)
 class ServedSettings(ProcessSettings):
-    """
-    Attributes:
-        api_processes: of mini-infer's server.
-    """
-
-    api_processes: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.served", self, 1, "api_processes")
+    api_processes: int = 1  # of mini-infer's server
 
 
 @dataclass(frozen=True)
 class HTTPSettings:
-    """
-    Attributes:
-        url: of any server with the completions API, such as http://localhost:8000; a final /v1 may be left out.
-        model: the name that requests give; default: the first that the server lists.
-    """
-
+    # Of any server with the completions API, such as http://localhost:8000; a final /v1 may be left out.
     url: str | None = None
-    model: str | None = None
+    model: str | None = None  # the name that requests give; default: the first that the server lists
 
 
 @dataclass(frozen=True)
 class ClientSettings(ProcessSettings):
-    """
-    Attributes:
-        processes: of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
-    """
-
+    # Of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
     processes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("peers.client", self, 1, "processes")
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """
-    Attributes:
-        processes: so many of measure.processes measure peers, the first ones; default: all. Each starts its peers anew,
-            which of vLLM takes a minute.
-    """
-
+    # So many of measure.processes measure peers, the first ones; default: all. Each starts its peers anew, which of
+    # vLLM takes a minute.
     processes: int | None = None
     hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
@@ -113,6 +65,9 @@ class PeerSettings:
 
     def __post_init__(self) -> None:
         check.at_least("peers", self, 0, "processes")
+        check.at_least("peers.hf", self.hf, 0, "processes")
+        check.at_least("peers.served", self.served, 1, "api_processes")
+        check.at_least("peers.client", self.client, 1, "processes")
 
     def processes_of(self, kind: Kind) -> int | None:
         """How many processes measure a kind of peer; None: all."""

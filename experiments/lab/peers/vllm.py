@@ -1,8 +1,8 @@
 """vLLM's engine, driven step by step as a program that embeds it does (`LLMEngine`, v1).
 
 It gets token ids and gives them back: no tokenizer and no detokenizer run. `step` returns what is new of each request,
-and a token's time is when it did. With `multiprocessing`, vLLM's default, its scheduler and model run in another
-process, which does not wait for this one between steps, and a request that arrives while a step runs is sent then.
+and a token's time is when it did. Its scheduler and model run in another process, which does not wait for this one
+between steps, and a request that arrives while a step runs is sent then.
 
 What bounds the service is the engine's: dtype, lengths, rows and tokens of a step, KV block size and memory, prefix
 cache, policy. All else is vLLM's own choice: attention backend, CUDA graphs, compilation, asynchronous scheduling.
@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
@@ -81,8 +81,6 @@ class VLLM:
         while not self._engine.reset_prefix_cache():
             if time.monotonic() > end:
                 raise RuntimeError("vLLM does not give its prefix cache up, though no request is running")
-            if _outputs_queue(self._engine) is None:
-                self._engine.step()
             time.sleep(0.01)
 
     def profile(self, prompts: Sequence[Sequence[int]], variant: str, point: str) -> dict[str, Any]:
@@ -155,11 +153,8 @@ class _Pass:
         return True
 
     def _has_output_by(self, due: float) -> bool:
-        """Waits for an output of the engine's process until `due`. An engine in this process cannot be waited for: its
-        step is run, and what is due meanwhile comes after it."""
-        outputs = _outputs_queue(self._engine)
-        if outputs is None:
-            return True
+        """Waits for an output of the engine's process until `due`."""
+        outputs = self._engine.engine_core.outputs_queue
         with outputs.not_empty:
             return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - time.perf_counter())))
 
@@ -185,7 +180,7 @@ class _Pass:
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
     """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # its default: the core beside its client
     set_routing(config)
     vllm = import_vllm("config", "sampling_params", "v1.engine.llm_engine")
     traces = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
@@ -337,7 +332,7 @@ def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str
     import torch
 
     about: dict[str, Any] = {"vllm": version, "torch": str(torch.__version__)}
-    about |= {"multiprocessing": settings["multiprocessing"], "cpu_threads": torch.get_num_threads()}
+    about["cpu_threads"] = torch.get_num_threads()
     for name, path in SETTINGS.items():
         value = config
         for part in path.split("."):
@@ -373,8 +368,3 @@ def _attention(config: Any) -> str:
         backend = get_attn_backend(*shape, use_mla=model.use_mla)
         name: str = backend.get_name()
         return f"{name} {get_flash_attn_version()}" if name.startswith("FLASH_ATTN") else name
-
-
-def _outputs_queue(engine: Any) -> Any:
-    """Where the outputs of an engine core in another process arrive; None of one in this process."""
-    return getattr(engine.engine_core, "outputs_queue", None)

@@ -28,7 +28,7 @@ import traceback
 from typing import Any, BinaryIO
 
 from experiments.lab.measure.schedule import from_outside
-from experiments.lab.peers import wire
+from experiments.lab.peers import base
 from experiments.lab.peers.base import PeerAbsent, Subject
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -63,9 +63,9 @@ class Worker:
             return {}
         if request["op"] == "call":
             return {"result": getattr(self._peer, request["method"])(**request["arguments"])}
-        items = wire.unpack_items(request["items"])
+        items = base.unpack_items(request["items"])
         gc.collect()
-        return {"served": wire.pack_served(from_outside(self._peer.serve, items, request["concurrency"]))}
+        return {"served": base.pack_served(from_outside(self._peer.serve, items, request["concurrency"]))}
 
 
 def main() -> None:

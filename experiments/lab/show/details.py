@@ -8,7 +8,7 @@ from itertools import groupby
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import verdicts, wording
-from experiments.lab.show.figures import gallery, profile, timeline
+from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import Grid, Sheet
 from experiments.lab.store import result as store
@@ -35,7 +35,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
     info = result.info
     grids = [*pairs.grids(result), *Sheet(result).grids(list(info.metrics))]
-    profiles = [grid for point in profile.points(result) for grid in profile.tables(point, result)]
+    profiles = [grid for point in stacks.points(result) for grid in stacks.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     return [
         fold("Remarks", result.remarks),
@@ -44,7 +44,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
         fold("Tables", _markdown(grids)),
         fold("Claims and gates", _verdicts(result)),
         fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
-        fold("Where a decode step's time goes", profiles and f"{profile.describe(result)}\n\n{_markdown(profiles)}"),
+        fold("Where a decode step's time goes", profiles and f"{stacks.describe(result)}\n\n{_markdown(profiles)}"),
         fold("What was generated", _samples(info)),
         fold("How it was measured, and how to run it again", _made(result)),
     ]

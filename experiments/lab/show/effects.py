@@ -24,14 +24,7 @@ Cell = tuple[str, str]  # variant, point
 
 @dataclass(frozen=True)
 class Effect:
-    """Of `metric` at `cell`, beside `reference`, where there is one.
-
-    Attributes:
-        ratio: of own to base, repeat by repeat; None without a reference.
-        target, aim: bounds on `ratio`; without a reference, on `own`.
-        guards: a claim asks that nothing is lost, not that something is gained.
-        reason: why there is no figure that counts.
-    """
+    """Of `metric` at `cell`, beside `reference`, where there is one."""
 
     metric: str
     cell: Cell
@@ -39,11 +32,12 @@ class Effect:
     better: Better
     own: Estimate | None
     base: Estimate | None
-    ratio: Estimate | None
+    ratio: Estimate | None  # of own to base, repeat by repeat; None without a reference
+    # target, aim: bounds on `ratio`; without a reference, on `own`.
     target: float | None = None
     aim: float | None = None
-    guards: bool = False
-    reason: str = ""
+    guards: bool = False  # a claim asks that nothing is lost, not that something is gained
+    reason: str = ""  # why there is no figure that counts
 
     @property
     def at_another_point(self) -> bool:

@@ -197,11 +197,9 @@ class Sheet:
 
     def _points(self, metric: str) -> list[str]:
         """Those that have anything to say of it: a value, or why there is none that counts."""
-        return [p for p in self.info.points if any(self._tells(v, p, metric) for v in self.info.variants)]
-
-    def _tells(self, variant: str, point: str, metric: str) -> bool:
-        lacking = self._lacking.get((variant, point, metric), FEW)
-        return lacking != FEW or bool(self.table.values(variant, point, metric))
+        cells = ((v, p, metric) for p in self.info.points for v in self.info.variants)
+        told = (c for c in cells if self._lacking.get(c, FEW) != FEW or self.table.values(*c))
+        return list(dict.fromkeys(point for _, point, _ in told))
 
     def _median_of(self, metric: str) -> Column:
         def text(variant: str, point: str, _: str) -> str:

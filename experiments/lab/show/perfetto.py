@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.steps import RequestRow, StepRow
-from experiments.lab.show.figures.gantt import first_pass, phases
+from experiments.lab.measure.traces import RequestRow, StepRow
+from experiments.lab.show.figures.timeline import first_pass, phases
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError
 

@@ -9,16 +9,15 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import beside, sweeps, verdicts
+from experiments.lab.show import sweeps, verdicts
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
-from experiments.lab.show.index import index_page, readme_with
-from experiments.lab.show.pages import FIGURES, MARK, figure_name, report_page
+from experiments.lab.show.pages import FIGURES, MARK, figure_name, index_page, readme_with, report_page
 from experiments.lab.store import result as store
-from experiments.lab.store.history import Since, commits_since
 from experiments.lab.store.result import Result, StoreError, page_name
+from experiments.lab.store.runs import Since, commits_since
 
 INDEX = "README.md"
 HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
@@ -34,7 +33,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
-    found = beside.joined([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
+    found = sweeps.with_beside([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): since(r.info) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
@@ -52,8 +51,11 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
                 svgs[name] = frame.svg(figure, f"f{len(svgs)}")
         axes = store.run_path(own[0].info).parts[:2]
         missing = [path for path in damaged if path.parts[:2] == axes]
+        page_text = report_page(own, missing, known)
+        if reports.parent.name == "trial":  # a folder deeper below the code and the docs that pages link to
+            page_text = re.sub(r"\]\(\.\./(?!results/)", "](../../", page_text)
         written.append(reports / f"{page}.md")
-        store.write_atomic(written[-1], _linked(report_page(own, missing, known), reports))
+        store.write_atomic(written[-1], page_text)
         if not missing:
             _remove_figures(reports, [page], drawn)
     store.write_atomic(reports / INDEX, index_page(found, damaged, known))
@@ -107,11 +109,6 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
             damaged[path.relative_to(results)] = error
     known = {store.run_path(result.info) for result in found}
     return store.in_order([r for r in found if store.completed_by(r.info) not in known]), damaged
-
-
-def _linked(page: str, reports: Path) -> str:
-    """The pages of trials lie a folder deeper below the code and the docs that they link to."""
-    return re.sub(r"\]\(\.\./(?!results/)", "](../../", page) if reports.parent.name == "trial" else page
 
 
 def _pages_of(damaged: Iterable[Path]) -> set[str]:

@@ -52,8 +52,9 @@ def _of_gates(gates: Sequence[Gate | ErrorGate], info: RunInfo) -> Line:
     else:
         tokens = [gate for gate in gates if isinstance(gate, Gate)]
         measured = f"{sum(g.equal_tokens for g in tokens):,} of {sum(g.total_tokens for g in tokens):,} tokens"
-        if count == 1:
-            measured += _difference(first)
+        if count == 1 and (at := first.first_difference) is not None:
+            where = f"request {at.request}, token {at.position}"
+            measured += f" (first difference: {where}: {at.expected} became {at.got})"
         if first.against:
             claim = f"{label} answers each request as {first.against}"
         else:
@@ -61,13 +62,6 @@ def _of_gates(gates: Sequence[Gate | ErrorGate], info: RunInfo) -> Line:
     every = "all " if count == len(info.points) else ""
     where = f", at {every}{count} points" if count > 1 else f" at {first.point}" if first.point else ""
     return Line(claim + where, verdict, measured, "the gate")
-
-
-def _difference(gate: Gate) -> str:
-    at = gate.first_difference
-    if at is None:
-        return ""
-    return f" (first difference: request {at.request}, token {at.position}: {at.expected} became {at.got})"
 
 
 def of_claim(judged: Judgement, info: RunInfo) -> Line:

@@ -6,15 +6,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.lab.judge import timing, validity
+from experiments.lab.judge import validity
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
-from experiments.lab.judge.timing import Evidence
+from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow, expert_rows, request_rows, step_rows
-from experiments.lab.measure.traces import RAMP
+from experiments.lab.measure.traces import RAMP, ExpertRow, RequestRow, StepRow, expert_rows, request_rows, step_rows
 from experiments.lab.store.rows import Row
 
 Key = tuple[str, str]  # variant, point
@@ -36,19 +35,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Terms:
-    """What passes are judged by.
-
-    Attributes:
-        labels: of the variants, for notes.
-        timeline: the point whose steps are kept; None: no point's.
-    """
+    """What passes are judged by."""
 
     metrics: Sequence[str]
     baseline: str
-    labels: Mapping[str, str]
+    labels: Mapping[str, str]  # of the variants, for notes
     contexts: Mapping[Key, Context]
     vocab_size: int
-    timeline: str | None
+    timeline: str | None  # the point whose steps are kept; None: no point's
 
 
 class Ledger:
@@ -132,7 +126,7 @@ class Ledger:
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
-        for remark in (validity.few_hits(served, caches), timing.late_readings(evidence)):
+        for remark in (validity.few_hits(served, caches), validity.late_readings(evidence)):
             if remark:
                 found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
         if served.window is not None:

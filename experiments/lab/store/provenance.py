@@ -17,19 +17,13 @@ WRITTEN = ("results", "reports", "conf/hardware", "README.md")  # by runs
 @dataclass(frozen=True)
 class ProcessInfo:
     """One of the processes that a result is made of. What the GPU says of itself is the median over the timed passes,
-    and None where nobody says it.
-
-    Attributes:
-        seed: what prompts, lengths, sampling and random weights of this process are drawn from.
-        started: ISO 8601, UTC.
-        clock_mhz: of the GPU's multiprocessors.
-    """
+    and None where nobody says it."""
 
     index: int
-    seed: int
-    started: str
+    seed: int  # what prompts, lengths, sampling and random weights of this process are drawn from
+    started: str  # ISO 8601, UTC
     seconds: float
-    clock_mhz: float | None = None
+    clock_mhz: float | None = None  # of the GPU's multiprocessors
     power_w: float | None = None
     temperature_c: float | None = None
 

@@ -30,17 +30,16 @@ from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import Claim, Judgement, joined, judge
+from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow
+from experiments.lab.measure.traces import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
-from experiments.lab.store import tables
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table
+from experiments.lab.store.rows import Row, Table, from_csv, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -237,7 +236,7 @@ def write(root: Path, result: Result) -> Path:
     info = result.info
     path = root / run_path(info).parent / f"{info.run}.json"
     rows = {ending: getattr(result, name) for ending, (name, _) in TABLES.items()}
-    texts = {end: tables.to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
+    texts = {end: to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
     stated = {ending: {"rows": len(rows[ending]), "sha256": _sha256(text)} for ending, text in texts.items()}
     document = {"format": FORMAT, "tables": stated, **_jsonable(info)}
     files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
@@ -283,13 +282,11 @@ def read(path: Path) -> Result:
     try:
         stated = document.pop("tables")
         del document["format"]
-        # Where an older run asked nothing of its tokens, it needed a share of 0.
-        document["gates"] = [gate for gate in document["gates"] if gate.pop("needed_share", 1)]
         rows = {name: _read_table(path, end, stated[end]) for end, (name, _) in TABLES.items() if end in stated}
         info: RunInfo = _from_json(RunInfo, document)
         written = _table_path(path, REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        return Result(replace(info, claims=joined(info.claims)), remarks=remarks, **rows)
+        return Result(info, remarks=remarks, **rows)
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -303,7 +300,7 @@ def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any
         lines = max(text.count("\n") - 1, 0)
         raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
                          f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
-    return tables.from_csv(TABLES[ending][1], text)
+    return from_csv(TABLES[ending][1], text)
 
 
 def _text(path: Path) -> str:
@@ -340,12 +337,8 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     if isinstance(value, float):
-        return tables.rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
+        return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
     return value
-
-
-# Fields that older runs have, and what they say in all of them.
-_RETIRED = (("Gate", "logprob_error", None), ("Gate", "allowed_error", None))
 
 
 def _from_json(hint: Any, value: Any) -> Any:
@@ -353,7 +346,6 @@ def _from_json(hint: Any, value: Any) -> Any:
     if is_dataclass(hint):
         cls = typing.cast(type, hint)
         hints = typing.get_type_hints(cls)
-        value = {name: item for name, item in value.items() if (cls.__name__, name, item) not in _RETIRED}
         unknown = sorted(set(value) - set(hints))
         if unknown:
             raise ValueError(f"unknown fields {unknown}")

@@ -1,12 +1,16 @@
-"""Finding a stored run by its name."""
+"""Stored runs: finding one by its name, how much of the code that it names has changed since, by the history of git,
+and one process at a time, since parallel jobs of a sweep write into the same folders."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.lab.store import result as store
 from experiments.lab.store.provenance import git
-from experiments.lab.store.result import StoreError
+from experiments.lab.store.result import Result, RunInfo, StoreError, run_path
 
 LEVELS = ("experiment", "scale.via", "hardware")
 
@@ -60,3 +64,44 @@ def _chosen(folder: Path, level: str, part: str) -> str:
     if fit:
         raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
     raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+Since = Callable[[RunInfo], int | None]
+
+
+def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
+    """The number of commits after `info.provenance.commit` that touched a file of `info.code`; None where nobody can
+    tell: no git, no repository at `root`, a run without a commit, or a commit that this history does not hold."""
+    if info.provenance.commit is None or not info.code:
+        return None
+    found = git(root, "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code)
+    return None if found is None else int(found)
+
+
+def table(results: Sequence[Result], root: Path = ROOT) -> str:
+    """Runs whose code has changed since, those with most commits first; and how many are as the code is."""
+    found = [(commits_since(result.info, root), str(run_path(result.info))) for result in results]
+    due = sorted((-count, name) for count, name in found if count)
+    lines = [f"{-count:>5} commits  {name}" for count, name in due]
+    lines += [f"    ?          {name}: no commit known, or no code named" for count, name in found if count is None]
+    fresh = sum(count == 0 for count, _ in found)
+    return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name "
+                      f"since they were measured. {fresh} are as the code is."])  # fmt: skip
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is inside. Where the system has no flock, it does nothing."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # and with it goes the lock

@@ -79,8 +79,9 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
                 run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
                 for row in rows:
                     run.log({f"{name}/{column}": value for column, value in row.items()})
+    claims: list[Values] = [asdict(verdicts.of_claim(judged, info)) for judged in result.judgements]
     with started("report") as run:
-        tables = {"medians": list(medians.values()), "claims": _claims(result), "values": [*map(asdict, result.rows)]}
+        tables = {"medians": list(medians.values()), "claims": claims, "values": [*map(asdict, result.rows)]}
         for name, rows in tables.items():
             data = [list(row.values()) for row in rows]
             run.log({name: wandb.Table(columns=[*(rows[0] if rows else ())], data=data, allow_mixed_types=True)})
@@ -158,7 +159,3 @@ def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Va
         steps = [asdict(step) for step in result.steps if (step.variant, step.point) == (variant, point)]
         rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
         yield f"steps {point}".strip(), "start_s", rows
-
-
-def _claims(result: Result) -> list[Values]:
-    return [asdict(verdicts.of_claim(judged, result.info)) for judged in result.judgements]

@@ -1,19 +1,7 @@
 """Workloads: what is asked of every variant, and when. docs/workloads.md describes them."""
 
-from experiments.lab.workloads.base import (
-    START,
-    Arrivals,
-    Arriving,
-    Inputs,
-    Item,
-    Vocabulary,
-    Workload,
-    prompt_lengths,
-)
-from experiments.lab.workloads.mixed import Mixed
-from experiments.lab.workloads.multi_turn import MultiTurn
-from experiments.lab.workloads.random import Fixed, Uniform
-from experiments.lab.workloads.shared_prefix import SharedPrefix
+from experiments.lab.workloads.base import START, Arrivals, Arriving, Inputs, Item, Vocabulary, Workload, prompt_lengths
+from experiments.lab.workloads.random import Fixed, Mixed, MultiTurn, SharedPrefix, Uniform
 from experiments.lab.workloads.text import Text
 from experiments.lab.workloads.trace import Trace
 

@@ -19,42 +19,32 @@ OPEN_LOOP_WARMUP = 16  # requests; how many will be in flight in an open loop de
 
 @dataclass(frozen=True)
 class Item:
-    """One request: it gets exactly `output_tokens` tokens, end-of-sequence or not.
+    """One request: it gets exactly `output_tokens` tokens, end-of-sequence or not."""
 
-    Attributes:
-        prompt: token ids; with `follows`, only what is new in this turn.
-        arrival_s: when it is due, from the start of the pass. None: as soon as there is a place for it.
-        priority: smaller goes first, with scheduler.policy=priority.
-        follows: index of the item whose whole prompt and actual output precede this prompt; it is due `think_s`
-            after that output's end.
-        shared_tokens: leading tokens of the whole prompt whose KV an earlier request of the pass (or a priming one)
-            leaves behind. A prefix cache can find that many, less what does not fill a block and the prompt's last
-            token; fewer where the earlier request has not got so far, or was evicted; never more.
-        name: class of request, such as "stream" and "prompt" of the workload `mixed`.
-    """
-
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids; with `follows`, only what is new in this turn
     output_tokens: int
+    # When it is due, from the start of the pass. None: as soon as there is a place for it.
     arrival_s: float | None = None
-    priority: int = 0
+    priority: int = 0  # smaller goes first, with scheduler.policy=priority
+    # Index of the item whose whole prompt and actual output precede this prompt; it is due `think_s` after that
+    # output's end.
     follows: int | None = None
     think_s: float = 0.0
+    # Leading tokens of the whole prompt whose KV an earlier request of the pass (or a priming one) leaves behind. A
+    # prefix cache can find that many, less what does not fill a block and the prompt's last token; fewer where the
+    # earlier request has not got so far, or was evicted; never more.
     shared_tokens: int = 0
-    name: str = ""
+    name: str = ""  # class of request, such as "stream" and "prompt" of the workload `mixed`
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """
-    Attributes:
-        prime: served one by one after the warm-up and before the clock starts, so that what they leave in a prefix
-            cache is there from the first measured request on.
-        notes: facts about how the inputs were made, for `Workload.describe`.
-    """
-
     measured: tuple[Item, ...]
     warmup: tuple[Item, ...]
+    # Served one by one after the warm-up and before the clock starts, so that what they leave in a prefix cache is
+    # there from the first measured request on.
     prime: tuple[Item, ...] = ()
+    # Facts about how the inputs were made, for `Workload.describe`.
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,6 +116,11 @@ class Workload:
             **inputs.notes,
         }
 
+    def _lower(self, *names: str) -> str:
+        """The way out of a request that is too long."""
+        told = [f"workload.{name}={getattr(self, name)}" for name in names]
+        return f"lower {', '.join(told[:-1])} or {told[-1]}"
+
     def _require_room(self, vocabulary: Vocabulary, prompt: int, output: int, way_out: str) -> None:
         limit = vocabulary.max_model_len
         if prompt + output > limit:
@@ -147,18 +142,14 @@ class Arrivals(str, Enum):
 @dataclass(frozen=True)
 class Arriving(Workload):
     """A workload with a choice of arrivals. Closed loop: `concurrency` requests are in flight at once (all of them,
-    where it is not given). The others are open loops: nobody waits for a place.
-
-    Attributes:
-        rate_per_s: mean arrivals a second, of poisson and gamma.
-        cv: standard deviation of the gaps between arrivals over their mean, of gamma. 1 is a Poisson process.
-        warmup: requests in the warm-up; default: as many as are in flight, or 16 where an open loop does not tell.
-    """
+    where it is not given). The others are open loops: nobody waits for a place."""
 
     arrivals: Arrivals = Arrivals.closed
     concurrency: int | None = None
-    rate_per_s: float | None = None
+    rate_per_s: float | None = None  # mean arrivals a second, of poisson and gamma
+    # Standard deviation of the gaps between arrivals over their mean, of gamma. 1 is a Poisson process.
     cv: float | None = None
+    # Requests in the warm-up; default: as many as are in flight, or 16 where an open loop does not tell.
     warmup: int | None = None
 
     recorded_arrivals: ClassVar[bool] = False  # whether arrivals=trace means something
@@ -227,6 +218,21 @@ class Arriving(Workload):
             times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
         due: dict[int, float | None] = dict(zip(first, times, strict=True))
         return tuple(replace(item, arrival_s=due.get(index)) for index, item in enumerate(items))
+
+
+@dataclass(frozen=True)
+class Counted(Arriving):
+    """One whose requests are counted by a setting."""
+
+    count: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least("workload", self, 1, "count")
+
+    @property
+    def num_requests(self) -> int:
+        return self.count
 
 
 def prompt_lengths(items: Sequence[Item]) -> list[int]:

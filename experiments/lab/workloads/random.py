@@ -1,4 +1,5 @@
-"""Unrelated random prompts: all of one length, or lengths spread evenly over a range."""
+"""Random prompts: all of one length, lengths spread evenly over a range, a shared beginning in a stated share of them,
+long ones that arrive among running decodes, and conversations, whose turns repeat all that was said before."""
 
 from __future__ import annotations
 
@@ -8,30 +9,25 @@ from typing import ClassVar
 import numpy as np
 
 from experiments.lab import check
-from experiments.lab.workloads.base import Arriving, Inputs, Item, Vocabulary, generator
+from experiments.lab.workloads.base import START, Arriving, Counted, Inputs, Item, Vocabulary, Workload, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
 
 @dataclass(frozen=True)
-class Fixed(Arriving):
+class Fixed(Counted):
     """All prompts and all outputs of one length."""
 
     kind: ClassVar[str] = "fixed"
 
-    count: int = 16
     prompt_tokens: int = 128
     output_tokens: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least("workload", self, 1, "count", "prompt_tokens", "output_tokens")
-
-    @property
-    def num_requests(self) -> int:
-        return self.count
+        check.at_least("workload", self, 1, "prompt_tokens", "output_tokens")
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        way_out = f"lower workload.prompt_tokens={self.prompt_tokens} or workload.output_tokens={self.output_tokens}"
+        way_out = self._lower("prompt_tokens", "output_tokens")
         self._require_room(vocabulary, self.prompt_tokens, self.output_tokens, way_out)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         items = [Item(tokens.draw(self.prompt_tokens), self.output_tokens) for _ in range(self.count + self.num_warmup)]
@@ -39,15 +35,8 @@ class Fixed(Arriving):
 
 
 @dataclass(frozen=True)
-class Uniform(Arriving):
-    """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm.
-
-    Attributes:
-        output_spread: how much of the range of output lengths is used, about its middle: at 0 all outputs have the
-            middle length, at 1 the range is whole. The mean stays where it is.
-        urgent_share: share of requests with priority 0 and the name "urgent"; the others have priority 1 and the
-            name "normal". At 0 there is one class, without a name.
-    """
+class Uniform(Counted):
+    """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -56,25 +45,22 @@ class Uniform(Arriving):
     max_prompt_tokens: int = 1024
     min_output_tokens: int = 100
     max_output_tokens: int = 1024
+    # How much of the range of output lengths is used, about its middle: at 0 all outputs have the middle length, at 1
+    # the range is whole. The mean stays where it is.
     output_spread: float = 1.0
+    # Share of requests with priority 0 and the name "urgent"; the others have priority 1 and the name "normal". At 0
+    # there is one class, without a name.
     urgent_share: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least("workload", self, 1, "count", "min_prompt_tokens", "min_output_tokens")
+        check.at_least("workload", self, 1, "min_prompt_tokens", "min_output_tokens")
         check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
         check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
         check.share("workload", self, "output_spread", "urgent_share")
 
-    @property
-    def num_requests(self) -> int:
-        return self.count
-
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        way_out = (
-            f"lower workload.max_prompt_tokens={self.max_prompt_tokens} or "
-            f"workload.max_output_tokens={self.max_output_tokens}"
-        )
+        way_out = self._lower("max_prompt_tokens", "max_output_tokens")
         self._require_room(vocabulary, self.max_prompt_tokens, self.max_output_tokens, way_out)
         total = self.count + self.num_warmup
         prompts = self._lengths(
@@ -103,3 +89,176 @@ class Uniform(Arriving):
         urgent = set(order[: round(self.urgent_share * self.count)].tolist())
         every = [index % self.count for index in range(self.count + self.num_warmup)]
         return [(0, "urgent") if index in urgent else (1, "normal") for index in every]
+
+
+WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream
+
+
+@dataclass(frozen=True)
+class Mixed(Workload):
+    """`streams` requests named "stream" arrive at 0; requests named "prompt" arrive every `prompt_every_s`, the first
+    one that long after the streams. An open loop without ramps: the streams are there from the start, and are what is
+    looked at. Their outputs should outlast the last prompt."""
+
+    kind: ClassVar[str] = "mixed"
+
+    streams: int = 8
+    stream_prompt_tokens: int = 64
+    stream_output_tokens: int = 256
+    prompts: int = 4
+    prompt_tokens: int = 1024
+    prompt_output_tokens: int = 8
+    prompt_every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        check.at_least("workload", self, 1, "streams", "stream_prompt_tokens", "stream_output_tokens")
+        check.at_least("workload", self, 1, "prompts", "prompt_tokens", "prompt_output_tokens")
+        check.above_zero("workload", self, "prompt_every_s")
+
+    @property
+    def num_requests(self) -> int:
+        return self.streams + self.prompts
+
+    def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        for prompt, output in (
+            ("stream_prompt_tokens", "stream_output_tokens"),
+            ("prompt_tokens", "prompt_output_tokens"),
+        ):
+            way_out = self._lower(prompt, output)
+            self._require_room(vocabulary, getattr(self, prompt), getattr(self, output), way_out)
+        tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
+
+        def stream(arrival_s: float | None, output_tokens: int) -> Item:
+            return Item(tokens.draw(self.stream_prompt_tokens), output_tokens, arrival_s, name="stream")
+
+        def prompt_at(arrival_s: float | None) -> Item:
+            return Item(tokens.draw(self.prompt_tokens), self.prompt_output_tokens, arrival_s, name="prompt")
+
+        measured = [stream(0.0, self.stream_output_tokens) for _ in range(self.streams)]
+        measured += [prompt_at((index + 1) * self.prompt_every_s) for index in range(self.prompts)]
+        warmup = [stream(None, min(self.stream_output_tokens, WARMUP_TOKENS)) for _ in range(self.streams)]
+        warmup += [prompt_at(None) for _ in range(min(self.prompts, WARMUP_PROMPTS))]
+        return Inputs(tuple(measured), tuple(warmup), notes={"streams": self.streams, "prompts": self.prompts})
+
+
+@dataclass(frozen=True)
+class MultiTurn(Arriving):
+    """A turn's whole prompt is the whole prompt before it, the answer that was really given, and `user_tokens` new
+    ones; it is due `think_s` after that answer. Arrivals, rate, concurrency and warmup count conversations.
+
+    Items stand conversation by conversation, so that whoever takes the first one that is due finishes a conversation
+    before it begins another. Turns are named "turn1", "turn2" and so on."""
+
+    kind: ClassVar[str] = "multi_turn"
+
+    conversations: int = 8
+    turns: int = 4
+    prompt_tokens: int = 128  # of a conversation's first turn
+    user_tokens: int = 32  # that each later turn adds
+    answer_tokens: int = 64  # output of every turn
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least("workload", self, 1, "conversations", "turns", "prompt_tokens", "user_tokens", "answer_tokens")
+        check.at_least("workload", self, 0, "think_s")
+
+    @property
+    def num_requests(self) -> int:
+        return self.conversations * self.turns
+
+    @property
+    def num_arrivals(self) -> int:
+        return self.conversations
+
+    def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        longest = self.prompt_tokens + (self.turns - 1) * (self.answer_tokens + self.user_tokens)
+        way_out = self._lower("turns", "prompt_tokens", "user_tokens", "answer_tokens")
+        self._require_room(vocabulary, longest, self.answer_tokens, way_out)
+        tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
+
+        def talk(conversations: int) -> tuple[Item, ...]:
+            items: list[Item] = []
+            for _ in range(conversations):
+                said = self.prompt_tokens
+                items.append(Item(tokens.draw(said), self.answer_tokens, name="turn1"))
+                for turn in range(2, self.turns + 1):
+                    said += self.answer_tokens
+                    items.append(
+                        Item(
+                            prompt=tokens.any(self.user_tokens),
+                            output_tokens=self.answer_tokens,
+                            follows=len(items) - 1,
+                            think_s=self.think_s,
+                            shared_tokens=said - 1,  # the last token of an answer was sampled, never computed
+                            name=f"turn{turn}",
+                        )
+                    )
+                    said += self.user_tokens
+            return tuple(items)
+
+        measured = talk(self.conversations)
+        notes = {"conversations": self.conversations, "turns": self.turns}
+        return Inputs(measured, talk(self.num_warmup), notes=notes)
+
+
+@dataclass(frozen=True)
+class SharedPrefix(Counted):
+    """`hit_rate` of the requests begin with the prefix of their group; the others have a prompt of the same length of
+    their own. Suffixes all differ. The first request of a group computes its prefix, unless the group is primed.
+
+    In a closed loop of one request every later one finds the prefix. Requests that start together do not: none of
+    them has left anything yet. `prime: true` computes every prefix before the clock starts."""
+
+    kind: ClassVar[str] = "shared_prefix"
+
+    count: int = 32
+    prefix_tokens: int = 512
+    suffix_tokens: int = 64
+    output_tokens: int = 32
+    hit_rate: float = 1.0  # share of requests that begin with a shared prefix. Which ones is drawn by the seed.
+    groups: int = 1  # different prefixes
+    # At 0 requests take them in turns; else each draws its own, the i-th with a weight of 1 / i**skew, as prefixes are
+    # asked for in recorded traces: some all the time, many once in a while.
+    skew: float = 0.0
+    prime: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least("workload", self, 1, "suffix_tokens", "output_tokens", "groups")
+        check.at_least("workload", self, 0, "prefix_tokens", "skew")
+        check.share("workload", self, "hit_rate")
+
+    def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        length = self.prefix_tokens + self.suffix_tokens
+        way_out = self._lower("prefix_tokens", "suffix_tokens", "output_tokens")
+        self._require_room(vocabulary, length, self.output_tokens, way_out)
+        tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
+        shares = round(self.hit_rate * self.count) if self.prefix_tokens else 0
+        order = generator(seed, "hits").permutation(self.count).tolist()  # a higher rate adds requests, moves none
+        sharing = sorted(order[:shares])
+        turns = [turn % self.groups for turn in range(shares)]
+        if self.skew:
+            weights = 1 / np.arange(1, self.groups + 1) ** self.skew
+            drawn = generator(seed, "groups").choice(self.groups, size=shares, p=weights / weights.sum())
+            turns = [sorted(set(drawn.tolist())).index(group) for group in drawn.tolist()]  # without those of nobody
+        group_of = dict(zip(sharing, turns, strict=True))
+        prefixes = [tokens.draw(self.prefix_tokens) for _ in range(max(turns, default=-1) + 1)]
+        computed = set(range(len(prefixes))) if self.prime else set()
+        measured = []
+        for index in range(self.count):
+            group = group_of.get(index)
+            if group is None:
+                measured.append(Item(tokens.draw(length), self.output_tokens, name="miss"))
+                continue
+            prompt = prefixes[group] + tokens.draw(self.suffix_tokens)
+            hits = group in computed
+            computed.add(group)
+            shared = self.prefix_tokens if hits else 0
+            measured.append(Item(prompt, self.output_tokens, shared_tokens=shared, name="hit" if hits else "miss"))
+        warmup = tuple(Item(tokens.draw(length), self.output_tokens) for _ in range(self.num_warmup))
+        prime: tuple[Item, ...] = ()
+        if self.prime:
+            prime = tuple(Item(prefix + tokens.draw(min(self.suffix_tokens, START)), 1) for prefix in prefixes)
+        notes = {"sharing_requests": shares, "groups": len(prefixes)}
+        return Inputs(tuple(measured), warmup, prime, notes)

@@ -8,40 +8,32 @@ from typing import ClassVar
 import numpy as np
 
 from experiments.lab import check
-from experiments.lab.workloads.base import START, Arriving, Inputs, Item, Vocabulary
+from experiments.lab.workloads.base import START, Counted, Inputs, Item, Vocabulary
 from mini_infer.assets.prompts import heldout_prompts
 from mini_infer.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Text(Arriving):
+class Text(Counted):
     """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
-    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs.
-
-    Attributes:
-        again: share of the prompt that follows it once more, from its beginning, as when a text is asked for with few
-            changes; the whole is then so much longer.
-    """
+    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
 
     kind: ClassVar[str] = "text"
 
-    count: int = 16
     min_prompt_tokens: int = 32
     max_prompt_tokens: int = 160
     min_output_tokens: int = 16
     max_output_tokens: int = 96
+    # Share of the prompt that follows it once more, from its beginning, as when a text is asked for with few changes;
+    # the whole is then so much longer.
     again: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least("workload", self, 1, "count", "min_prompt_tokens", "min_output_tokens")
+        check.at_least("workload", self, 1, "min_prompt_tokens", "min_output_tokens")
         check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
         check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
         check.share("workload", self, "again")
-
-    @property
-    def num_requests(self) -> int:
-        return self.count
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         rng = np.random.default_rng(seed)
@@ -62,9 +54,6 @@ class Text(Arriving):
         outputs = rng.integers(self.min_output_tokens, self.max_output_tokens + 1, needed).tolist()
         items = [Item(prompt, output) for prompt, output in zip(prompts.values(), outputs, strict=True)]
         longest = max(items, key=lambda item: len(item.prompt) + item.output_tokens)
-        way_out = (
-            f"lower workload.max_prompt_tokens={self.max_prompt_tokens} (of the shipped tokenizer) or "
-            f"workload.max_output_tokens={self.max_output_tokens}"
-        )
+        way_out = self._lower("max_prompt_tokens", "max_output_tokens")
         self._require_room(vocabulary, len(longest.prompt), longest.output_tokens, way_out)
         return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))

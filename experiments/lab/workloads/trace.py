@@ -17,26 +17,19 @@ from mini_infer.core.errors import ConfigError
 @dataclass(frozen=True)
 class Trace(Arriving):
     """Requests `start` .. `start + limit` of a trace file. Token ids are random, as no trace tells them; where it has
-    block ids, equal ids become equal tokens.
-
-    Attributes:
-        arrivals: `trace` for the recorded times; the others take the lengths alone.
-        rate_scale: 2 makes requests arrive twice as fast as recorded.
-        shrink: lengths of prompts and outputs are divided by this, and shared prefixes with them.
-        max_prompt_tokens: longer prompts, once shrunk, are cut off at their end; likewise outputs.
-    """
+    block ids, equal ids become equal tokens."""
 
     kind: ClassVar[str] = "trace"
     recorded_arrivals: ClassVar[bool] = True
 
-    arrivals: Arrivals = Arrivals.trace
+    arrivals: Arrivals = Arrivals.trace  # `trace` for the recorded times; the others take the lengths alone
     path: str = ""
     format: TraceFormat = TraceFormat.auto
     start: int = 0
     limit: int = 256
-    rate_scale: float = 1.0
-    shrink: float = 1.0
-    max_prompt_tokens: int | None = None
+    rate_scale: float = 1.0  # 2 makes requests arrive twice as fast as recorded
+    shrink: float = 1.0  # lengths of prompts and outputs are divided by this, and shared prefixes with them
+    max_prompt_tokens: int | None = None  # longer prompts, once shrunk, are cut off at their end; likewise outputs
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:

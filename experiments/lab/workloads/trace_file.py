@@ -48,16 +48,11 @@ Numbered = Iterator[tuple[int, Any]]  # lines of a file, or records, from 1 on
 
 @dataclass(frozen=True)
 class Record:
-    """
-    Attributes:
-        time_s: when the request arrived; only differences matter.
-        prefix_ids: one id for each HASH_BLOCK tokens of the prompt, the last block partly filled. Prompts share
-            their beginning as far as their ids are the same. Empty: nothing is known to be shared.
-    """
-
-    time_s: float
+    time_s: float  # when the request arrived; only differences matter
     prompt_tokens: int
     output_tokens: int
+    # One id for each HASH_BLOCK tokens of the prompt, the last block partly filled. Prompts share their beginning as
+    # far as their ids are the same. Empty: nothing is known to be shared.
     prefix_ids: tuple[int, ...] = ()
 
 
@@ -201,8 +196,7 @@ def _record(number: int, timestamp: Any, prompt: Any, output: Any, ids: Any) -> 
     blocks = -(-prompt // HASH_BLOCK)
     if prompt > 0 and len(ids) != blocks:
         raise BrokenLine(
-            number,
-            f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}",
+            number, f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}"
         )
     return Record(timestamp / 1e3, prompt, output, tuple(ids))
 

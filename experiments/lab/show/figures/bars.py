@@ -15,7 +15,7 @@ from experiments.lab.judge import stats
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
-from experiments.lab.show.figures.intervals import Estimator, Intervals, intervals, of_metric, tip
+from experiments.lab.show.figures.lines import Estimator, Intervals, intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -28,29 +28,17 @@ BAR, GROUP = 0.22, 0.5  # inches: of a bar, and of a group at least
 
 @dataclass(frozen=True)
 class Groups:
-    """What stands below each other.
+    """What stands below each other."""
 
-    Attributes:
-        names: of the groups.
-        label: what they are, beside their axis.
-        series: label -> the repeats in each group (none: nothing valid).
-        colours: of the series, or of the groups, whichever are variants: their places among all of the result.
-        tried: of each series and group, whether there are values that do not count.
-        by_point: the series are points, and the groups variants; else the other way round.
-        dots: instead of bars.
-        log: the axis.
-        estimate: of repeats.
-    """
-
-    names: list[str]
-    label: str
-    series: dict[str, list[dict[Turn, float]]]
-    colours: list[int]
-    tried: list[list[bool]]
-    by_point: bool
-    dots: bool
-    log: bool
-    estimate: Estimator
+    names: list[str]  # of the groups
+    label: str  # what they are, beside their axis
+    series: dict[str, list[dict[Turn, float]]]  # label -> the repeats in each group (none: nothing valid)
+    colours: list[int]  # of the series, or of the groups, whichever are variants: their places among all of the result
+    tried: list[list[bool]]  # of each series and group, whether there are values that do not count
+    by_point: bool  # the series are points, and the groups variants; else the other way round
+    dots: bool  # instead of bars
+    log: bool  # the axis
+    estimate: Estimator  # of repeats
 
     @property
     def height(self) -> float:

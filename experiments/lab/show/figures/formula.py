@@ -17,7 +17,7 @@ from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, line_style, plain, spread
-from experiments.lab.show.figures.intervals import intervals
+from experiments.lab.show.figures.lines import intervals
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn

@@ -1,21 +1,25 @@
-"""Lines over a setting, curves of one metric over another; and what panels of points share: names on the x axis, and
-the bounds of claims."""
+"""Lines over a setting, curves of one metric over another; and what panels of points share: names on the x axis,
+medians with their 95 % intervals, and the bounds of claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
+from experiments.lab.judge import stats
+from experiments.lab.judge.metrics import Metric
+from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
-from experiments.lab.show.figures.intervals import intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
+from experiments.lab.store.rows import Turn
 
 FAR = 3  # a bound this many times above everything measured would only press the data flat
 
@@ -165,3 +169,35 @@ def _setting(result: Result, point: str) -> str:
 
 def _rest(settings: Mapping[str, Any], x: str) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
+
+
+Repeats = Mapping[Turn, float]
+Estimator = Callable[[Repeats], Estimate]
+WILD = 1000.0  # times its median: no axis shows as much of an interval
+
+
+class Intervals(NamedTuple):
+    """Of one series: medians, and distances to their ends below and above; NaN, which is not drawn, where there are
+    none."""
+
+    medians: list[float]
+    errors: tuple[list[float], list[float]]
+
+
+def of_metric(metric: Metric | None) -> Estimator:
+    """Its repeats' estimate, which of a share stays between 0 and 1."""
+    return partial(stats.absolute, share=metric is not None and metric.share)
+
+
+def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Intervals:
+    """Of each place's repeats. What is a ratio already is estimated by `stats.factors`."""
+    found = [of(repeats) for repeats in values]
+    below = [math.nan if e.low is None else e.median - e.low for e in found]
+    above = [math.nan if e.high is None else min(e.high - e.median, WILD * abs(e.median)) for e in found]
+    return Intervals([e.median for e in found], (below, above))
+
+
+def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
+    """What a point says to the pointer."""
+    estimate = wording.interval(of(repeats))
+    return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"
