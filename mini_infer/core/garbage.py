@@ -17,4 +17,4 @@ def settle(young_objects: int) -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # of nothing: so many there are now
-    gc.set_threshold(young_objects, 5, 20)  # what was left of so many looks is looked at again
+    gc.set_threshold(young_objects, 5, 5)  # what was left of so many looks is looked at again

@@ -9,6 +9,7 @@ import time
 from enum import Enum
 
 VARIABLE = "MINI_INFER_LOG_FORMAT"
+COMPLAINT_S = 10.0  # between two lines that complain about the same
 ACCESS = ("client", "method", "path", "http_version", "status")  # the arguments of uvicorn's access log
 
 
@@ -33,6 +34,19 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class Complaint:
+    """About something that can happen thousands of times a second: a line of the log once in COMPLAINT_S."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._said = -COMPLAINT_S
+
+    def say(self, message: str, *arguments: object) -> None:
+        if time.monotonic() - self._said > COMPLAINT_S:
+            self._said = time.monotonic()
+            self._logger.error(message, *arguments)
 
 
 def install(wanted: LogFormat | None = None) -> bool:

@@ -37,6 +37,8 @@ def said(sock: socket.socket) -> bytes:
 
 def huge_answers(server: Server, size: int) -> None:
     """All the log-probabilities that the server gives, of prompts and of what follows them."""
+    if size:
+        httpx_post(server, TEXT, {"prompt": "x", "n": 8, "max_tokens": 200, "logprobs": 64, "ignore_eos": True})
     per_prompt = 2**20 // 65 // 1000
     for streamed in (False, True)[:size]:
         body = {"prompt": [[5] * 1000] * per_prompt, "max_tokens": 1, "echo": True, "logprobs": 64, "stream": streamed}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +32,15 @@ class Server:
         else:
             self.process = start_server(flags, environment, cwd=ROOT, stderr=subprocess.STDOUT)
         self.log: list[str] = []
-        url = read_address(self._logged())
+        lines = self._logged()
+        url = read_address(lines)
         if url is None:
             raise RuntimeError("the server did not start:\n" + "".join(self.log))
         self.url = url
         self.http = http_client(url)
+        # As it comes: a server would stand still when the pipe is full.
+        self._reader = threading.Thread(target=deque, args=[lines, 0], daemon=True)
+        self._reader.start()
 
     def _logged(self) -> Iterator[str]:
         assert self.process.stdout is not None
@@ -82,9 +88,13 @@ class Server:
 
     def wait(self, timeout: float = 15) -> int:
         code = self.process.wait(timeout)
-        assert self.process.stdout is not None
-        self.log += self.process.stdout.readlines()
+        self.read_log(timeout)
         return code
+
+    def read_log(self, timeout: float = 15) -> None:
+        """To its end, which comes with that of the last process that writes it."""
+        self._reader.join(timeout)
+        assert not self._reader.is_alive(), "a process of the server's still runs"
 
 
 def refusal(*flags: str) -> tuple[int, str]:
@@ -127,5 +137,6 @@ def running(*flags: str, environ: dict[str, str] | None = None, forked: bool = T
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
+        server.read_log()
         assert server.process.stdout is not None
         server.process.stdout.close()

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,19 @@ def test_without_descriptors_probes_are_answered_and_the_log_stays_short(server:
         finally:
             process.rlimit(psutil.RLIMIT_NOFILE, limits)
     assert spent < 2
-    assert len(server.log) - lines < 5
+    assert 1 <= len(server.log) - lines < 5
+
+
+def test_who_comes_where_nobody_is_silent_is_told_so(server: Server) -> None:
+    with ExitStack() as stack:
+        for _ in range(64):
+            (stream,) = stack.enter_context(opened(server, 1))
+            stream.sendall(request(STREAM))
+            stream.recv(2**16)
+        with opened(server, 1) as (late,):
+            assert said(late).startswith(b"HTTP/1.1 503")
+    wait_for(lambda: "503: 64 connections are open" in "".join(server.log))
+    server.check_unharmed()
 
 
 def test_unfinished_bodies_have_a_limit_together() -> None:
@@ -276,6 +289,8 @@ def test_a_hung_engine_is_not_healthy_and_deadlines_hold(server: Server) -> None
             assert client.get("/readyz").status_code == 503
         error = httpx_post(server, TEXT, {"prompt": "x"}).json()["error"]
         assert error["code"] == "engine_hung"
+        for reason in ("504 deadline_exceeded: ", "503: the server is hung: ", "503 engine_hung: "):
+            wait_for(lambda reason=reason: reason in "".join(server.log))  # type: ignore[misc]
     finally:
         os.kill(engine, signal.SIGCONT)
     wait_for(lambda: healthz(server)[0] == 200)
@@ -354,12 +369,16 @@ def test_a_small_attack_leaves_the_server_as_it_was(server: Server, name: str) -
     "seconds", [pytest.param(20, marks=pytest.mark.attack), pytest.param(600, marks=pytest.mark.soak)]
 )
 def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
-    """The P99 gap of 64 streams stays within twice that of the same streams without attacks."""
+    """The P99 gap of 64 streams stays within twice that of the same streams without attacks, before and after.
+
+    All share the cores of one machine, where what attackers compute takes what the others leave. That holds within one
+    session of the kernel's: what runs in others at the same time spoils the figures.
+    """
     with running("--model.dry.step_ms", "20", "--header-timeout", "2", "--body-timeout", "2") as server:
         attack_all(server, time.monotonic(), small=True)  # caches are filled, and processes started
         server.check_unharmed()
         before = holdings(server)
-        alone = streams(server, min(seconds, 60))
+        alone = streams(server, min(seconds, 30))
         until = time.monotonic() + seconds
         attackers = [
             threading.Thread(target=attack_from_elsewhere, args=[server, until, name], daemon=True) for name in ATTACKS
@@ -369,6 +388,7 @@ def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys
         beside = streams(server, seconds)
         for attacker in attackers:
             attacker.join()
+        alone = sorted(alone + streams(server, min(seconds, 30)))
         server.check_unharmed()
         wait_for(lambda: holdings(server)["descriptors"] <= before["descriptors"] + 4, timeout=90)
         after = holdings(server)

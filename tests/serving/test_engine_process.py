@@ -35,7 +35,7 @@ from mini_infer.core.config import replace
 from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import CompiledGrammar
-from mini_infer.serving.link.wire import Abort, Outputs, Refused
+from mini_infer.serving.link.wire import Abort, Outputs, PromptLogprobs, Refused
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
 from mini_infer.serving.stats import Stats
 
@@ -246,6 +246,29 @@ def test_who_comes_when_too_many_wait_is_refused(hand_driven: MakeServer) -> Non
     server.turn()
     assert server.connect().hear()
     assert not server.server._newcomers.num_completions
+
+
+def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServer) -> None:
+    """In one frame they would fill the connection, and what comes behind them would wait for turn after turn."""
+    server = hand_driven()
+    client = server.connect()
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=64)
+    client.say(add(0), add(1, scored, [5] * 400), add(2, scored, [6] * 400))
+    parts: dict[int, list[bytes]] = {1: [], 2: []}
+    turns = 0
+    while turns < 3 or server.engine.scheduler.num_unfinished > 1 or server.server._late:
+        server.turn()
+        turns += 1
+        outputs = [event for event in client.hear() if isinstance(event, Outputs)]
+        told = [delta for each in outputs for delta in each.deltas]
+        assert sum(delta.prompt_logprobs.num_bytes for delta in told if delta.prompt_logprobs is not None) < 2**17
+        assert turns < 3 or 0 in {delta.number for delta in told}
+        for delta in told:
+            if delta.prompt_logprobs is not None:
+                parts[delta.number] += delta.prompt_logprobs.parts
+                assert delta.prompt_logprobs.more == (delta.finish_reason is None)
+    for each in parts.values():
+        assert len(list(PromptLogprobs(each))) == 400
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,12 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from mini_infer.assets.adapters import random_adapter, write_adapter
 from mini_infer.cli.serve import parse
 from mini_infer.core.config import EngineConfig
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.serving.api.adapters import LoadAdapter, load
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.gateway import Gateway
 from mini_infer.serving.api.service import Service
+from mini_infer.serving.link.wire import ChangeAdapter
+from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import ModelSettings, ServerSettings
 
 MODEL = "tiny-draft"
@@ -38,10 +41,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def server(folders: list[str]) -> Iterator[Server]:
     flags = ("--dry-run", "false", "--model", MODEL, "--model.device", "cpu", "--cache.num_blocks", "64")
-    with running(*flags, "--lora.max_adapters", "2", "--lora", f"sql={folders[0]}", "--lora-loading") as server:
+    template = Path(folders[0]).parent / "template.jinja"
+    text = "{{ mood }}{% for m in messages %}{{ m.content }}{{ 1 // (m.content | length) }}{% endfor %}"
+    template.write_text(text)
+    own = ("--lora.max_adapters", "2", "--lora", f"sql={folders[0]}", "--lora-loading")
+    with running(*flags, *own, "--chat-template", str(template)) as server:
         yield server
         assert server.stop() == 0
-        assert "Traceback" not in "".join(server.log)
 
 
 def answer(server: Server, model: str, path: str = "/v1/completions", **body: Any) -> tuple[str, str]:
@@ -73,6 +79,18 @@ def test_a_requests_model_chooses_an_adapter(server: Server) -> None:
     assert server.http.get("/v1/models/sql").json()["parent"] == MODEL
     wait_for(lambda: counted(server, "adapter_requests").get("sql") == 1)
     assert counted(server, "adapter_generation_tokens") == {"sql": 8}
+
+
+def test_a_template_of_the_servers_own_whose_failure_is_logged(server: Server) -> None:
+    def asked(content: str, **more: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return server.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+
+    plain, moody = asked("x"), asked("x", chat_template_kwargs={"mood": "0123456789"})
+    assert moody.json()["usage"]["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"] + 2
+    assert asked("").status_code == 500
+    wait_for(lambda: "ZeroDivisionError: " in "".join(server.log))
+    assert "500 internal: the server failed at this request" in "".join(server.log)
 
 
 def test_adapters_come_and_go(server: Server, folders: list[str]) -> None:
@@ -124,8 +142,19 @@ def test_requests_load_nothing_unless_the_server_is_told_to() -> None:
         assert "--lora-loading" in refused.json()["error"]["message"]
 
 
-def test_a_replica_that_was_started_again_is_asked_for_no_adapter_that_it_lacks(folders: list[str]) -> None:
-    with running("--parallel.replicas", "2", "--lora.max_adapters", "1", "--lora-loading") as server:
+def test_a_replica_that_was_started_again_is_asked_for_no_adapter_that_it_lacks(
+    folders: list[str], tmp_path: Path
+) -> None:
+    """And whoever has them loaded is held to the limits of his key."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("usual: {key: usual}\nonce: {key: once, requests_per_minute: 1}")
+    flags = ("--parallel.replicas", "2", "--lora.max_adapters", "1", "--lora-loading", "--api-keys", str(keys))
+    with running(*flags) as server:
+        server.http.headers["authorization"] = "Bearer once"
+        assert change(server, "load", lora_name="other", lora_path="/no/such/folder").status_code == 400
+        refused = change(server, "load", lora_name="new", lora_path=folders[0])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        server.http.headers["authorization"] = "Bearer usual"
 
         def replicas() -> list[dict[str, Any]]:
             return server.http.get("/healthz").json()["replicas"]
@@ -136,6 +165,37 @@ def test_a_replica_that_was_started_again_is_asked_for_no_adapter_that_it_lacks(
         wait_for(lambda: replicas()[0]["engine_pid"] != killed and replicas()[0]["status"] == "ok", timeout=30)
         assert {answer(server, "new", prompt="x")[0] for _ in range(6)} == {"new"}
         assert server.http.get("/v1/models/new").json()["id"] == "new"
+        assert change(server, "unload", lora_name="new").status_code == 200, "one of them has none"
+        assert server.http.get("/v1/models/new").status_code == 404
+
+
+class Told:
+    """A replica that refuses a folder's adapters."""
+
+    def __init__(self, refused: str, **adapters: str) -> None:
+        self.number, self.failure, self.refused = 0, None, refused
+        self.stats = SimpleNamespace(adapters=adapters)
+
+    async def change_adapter(self, asked: ChangeAdapter) -> None:
+        if asked.path == self.refused:
+            raise RequestError("no", "lora_path")
+        if asked.path is None:
+            del self.stats.adapters[asked.name]
+        else:
+            self.stats.adapters[asked.name] = asked.path
+
+
+def test_what_one_replica_refuses_none_has() -> None:
+    engine = AsyncEngine.__new__(AsyncEngine)
+    replicas = [Told("", b="/old"), Told(""), Told("/bad", b="/old")]
+    engine.replicas, engine._num_submitted = replicas, 0  # type: ignore[assignment]
+    before = [dict(each.stats.adapters) for each in replicas]
+    for name in ("a", "b"):
+        with pytest.raises(RequestError):
+            asyncio.run(engine.change_adapter(name, "/bad"))
+        assert [each.stats.adapters for each in replicas] == before
+    asyncio.run(engine.change_adapter("b", None))
+    assert not any(each.stats.adapters for each in replicas)
 
 
 # --- without engines --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -120,6 +122,25 @@ def test_the_queue_has_one_end_for_all(server: Server) -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
         assert [each.result().status_code for each in waiting] == [504, 504]
     server.wait_until_idle()
+
+
+def test_processes_without_descriptors_close_silent_connections_and_answer(server: Server) -> None:
+    with ExitStack() as stack:
+        processes = [psutil.Process(api_pid(client)) for client in one_on_each(server, stack)]
+        limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in processes]
+        try:
+            for process, (_, hard) in zip(processes, limits, strict=True):
+                process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2, hard))
+            before = [process.cpu_times().user for process in processes]
+            silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(40)]
+            assert all(client.get("/readyz").status_code == 200 for client in clients(server, stack, 8))
+            spent = [process.cpu_times().user - user for process, user in zip(processes, before, strict=True)]
+        finally:
+            for process, (soft, hard) in zip(processes, limits, strict=True):
+                process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+        assert max(spent) < 2
+        assert select.select(silent, [], [], 10)[0], "none was closed"
+    assert 1 <= sum("connections cannot be taken: " in line for line in server.log) <= 2, "once for each process"
 
 
 def test_sigterm_lets_all_finish_and_a_process_that_dies_is_replaced() -> None:

@@ -222,6 +222,7 @@ def ask(server: Server, key: str, prompt: str = "hello", **body: object) -> tupl
 
 def test_each_key_has_its_own_limits(server: Server) -> None:
     assert ask(server, "nobody")[0] == 401
+    assert server.http.get("/v1/models", headers={"x": "x" * 2**17}).status_code == 431, "before any key is looked at"
     assert [ask(server, "few-key")[0] for _ in range(4)] == [200, 200, 429, 429]
     assert ask(server, "few-key")[1]["error"]["code"] == "rate_limit_exceeded"  # type: ignore[index]
     assert [ask(server, "bob-key")[0] for _ in range(4)] == [200] * 4

@@ -105,10 +105,11 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def test_every_mixture_of_allowed_values_is_answered(server: Server) -> None:
+@pytest.mark.parametrize("mixtures", [60, pytest.param(4704, marks=pytest.mark.soak)])
+def test_every_mixture_of_allowed_values_is_answered(server: Server, mixtures: int) -> None:
     prompts = st.one_of(st.text(min_size=1, max_size=32), st.lists(st.integers(0, 511), min_size=1, max_size=200))
 
-    @settings(phases=UNSHRUNK)
+    @settings(max_examples=mixtures, phases=UNSHRUNK)
     @given(st.fixed_dictionaries({"prompt": prompts, "max_tokens": st.integers(1, 8)}, optional=ALLOWED))
     def ask(body: dict[str, Any]) -> None:
         response = server.post(TEXT, **body)

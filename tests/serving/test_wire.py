@@ -58,6 +58,9 @@ def test_merged_deltas_say_what_they_said_apart() -> None:
     delta = Delta(1, 0, "a", [1], [first], prompt_logprobs=PromptLogprobs([b"x"]))
     delta.extend(Delta(1, 0, "b", [2], [second], "stop", "END", 16))
     assert delta == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, PromptLogprobs([b"x"]))
+    part = Delta(1, 0, "", [], prompt_logprobs=PromptLogprobs([b"v", b"w"], more=True))
+    part.extend(delta)
+    assert part == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, PromptLogprobs([b"v", b"w", b"x"]))
 
 
 def test_log_probabilities_of_a_prompt_arrive_in_order() -> None:

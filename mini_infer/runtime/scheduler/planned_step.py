@@ -10,7 +10,7 @@ from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.plan import Admission, Growth, PromptLogprobs, Push, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 
-LOGPROBS_A_STEP = 2**13  # of prompts: they take the host some milliseconds, for which every row of the step waits
+LOGPROBS_A_STEP = 2**12  # of prompts: they take the host some milliseconds, for which every row of the step waits
 _plan_fields = attrgetter(*StepPlan._fields)
 
 

@@ -38,16 +38,16 @@ async def load(gateway: Gateway, body: LoadAdapter) -> Response:
         if other is not model and body.lora_name in other.adapters:
             message = f"{body.lora_name!r} is an adapter of the model {other.name!r}: choose another name"
             raise ApiError(400, message, param="lora_name")
-    await model.require().engine.change_adapter(body.lora_name, body.lora_path)
+    await _change(gateway, model, body.lora_name, body.lora_path)
     return _done(f"adapter {body.lora_name!r} is loaded from {body.lora_path}")
 
 
 async def unload(gateway: Gateway, body: UnloadAdapter) -> Response:
     """Requests that run finish with it."""
-    service = _allowed(gateway, body.model).require()
-    if body.lora_name not in service.adapters:
+    model = _allowed(gateway, body.model)
+    if body.lora_name not in model.require().adapters:
         raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
-    await service.engine.change_adapter(body.lora_name, None)
+    await _change(gateway, model, body.lora_name, None)
     return _done(f"adapter {body.lora_name!r} is unloaded")
 
 
@@ -58,6 +58,16 @@ def _allowed(gateway: Gateway, name: str | None) -> Model:
             "folder that the server can read", code="not_enabled",
         )  # fmt: skip
     return gateway.find(name)
+
+
+async def _change(gateway: Gateway, model: Model, name: str, path: str | None) -> None:
+    """For the limits of the client's key it is a completion that is open until the engines have done it."""
+    engine = model.require().engine
+    give_back = gateway.callers.take(0, 1, lambda counted, by: gateway.count(counted, model.name, by))
+    try:
+        await engine.change_adapter(name, path)
+    finally:
+        give_back(0, 1)
 
 
 def _done(message: str) -> Response:

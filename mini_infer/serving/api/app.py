@@ -157,6 +157,12 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
+def _unwell(gateway: Gateway, trouble: dict[str, Any]) -> Response:
+    """A probe's 503."""
+    gateway.complaint.say("503: the server is %s", ": ".join(map(str, trouble.values())))
+    return _json({**trouble, **gateway.about()}, 503)
+
+
 # --- the state of the server --------------------------------------------------------------------------------------
 
 
@@ -176,7 +182,7 @@ def _probe(path: str, *others: str, summary: str) -> Callable[[Endpoint], Endpoi
 async def healthz(request: Request) -> Response:
     gateway = _gateway(request)
     if trouble := gateway.trouble:
-        return _json({**trouble, **gateway.about()}, 503)
+        return _unwell(gateway, trouble)
     return _json({"status": gateway.status(), **gateway.about()})
 
 
@@ -184,7 +190,7 @@ async def healthz(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     gateway = _gateway(request)
     not_ready = gateway.trouble or ({"status": "stopping"} if gateway.stopping else {})
-    return _json(not_ready or {"status": "ready"}, 503 if not_ready else 200)
+    return _unwell(gateway, not_ready) if not_ready else _json({"status": "ready"})
 
 
 @_probe("/version", summary="Of the server")

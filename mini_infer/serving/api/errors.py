@@ -91,7 +91,13 @@ def _told(error: Exception) -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         return _http_error(error)
-    return ApiError(500, "the server failed at this request; its log tells why", type="server_error", code="internal")
+    return ApiError(
+        500,
+        "the server failed at this request; its log tells why",
+        type="server_error",
+        code="internal",
+        headers={"Connection": "close"},  # uvicorn closes it, and its next request would be lost
+    )
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import logging
 import os
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from mini_infer.core.logs import Complaint
 from mini_infer.serving.api.answers import ModelCard
 from mini_infer.serving.api.callers import Callers
 from mini_infer.serving.api.errors import ApiError
@@ -24,6 +26,8 @@ from mini_infer.serving.link.replica import Replica, why_none
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import ModelSettings, ServerSettings
+
+logger = logging.getLogger(__name__)
 
 ALIAS = "mini-infer"  # names the model where there is one
 COUNT_S = 0.1  # between two reports to an engine of what was counted here
@@ -105,6 +109,7 @@ class Gateway:
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.callers = Callers(settings, accounts)
         self.running = Running()
+        self.complaint = Complaint(logger)  # of probes that are told that all is not well
         self.started = int(time.time())
         self.stopping = False
         self.over: ApiError | None = None  # what ends all that is not ready when the server stops

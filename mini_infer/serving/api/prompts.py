@@ -20,6 +20,7 @@ LONG = 16_384  # characters to encode, or tokens to decode: some milliseconds
 VERY_LONG = 2**18  # characters: some tenths of a second
 MOST_WAITING = 64  # behind a thread
 RETRY_S = 5.0
+BEFORE = 64  # tokens of a text that is cut, before those that are kept
 IDS_PER_CHARACTER = 4  # a token id need only be looked at
 
 
@@ -61,7 +62,7 @@ class Prompts:
             ApiError: one is too long.
         """
         if room is not None:
-            prompts = [prompt[-room:] if _is_token_ids(prompt) else prompt for prompt in prompts]
+            prompts = [self._end(prompt, room) for prompt in prompts]
         for prompt in prompts:
             self._require_possible(prompt, param)
         cost = sum(map(_cost, prompts))
@@ -78,6 +79,15 @@ class Prompts:
             return self._tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
 
         return await self._aside.do(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
+
+    def _end(self, prompt: Prompt, room: int) -> Prompt:
+        """Where so many of its last tokens are: of a text, some more, which tell the tokenizer how to begin."""
+        if _is_token_ids(prompt):
+            return prompt[-room:]
+        longest = self._tokenizer.longest_token
+        if isinstance(prompt, str) and longest:
+            return prompt[-min(room + BEFORE, self._max_model_len) * longest :]
+        return prompt
 
     def _require_possible(self, prompt: Prompt, param: str) -> None:
         """Before it is encoded, or each of its token ids looked at."""

@@ -121,7 +121,8 @@ class Service:
             "priority": body.priority or 0,
             "cache_salt": callers.salt(body.cache_salt or ""),
             "adapter": adapter,
-            "streaming": bool(body.stream),
+            # A whole answer's log-probabilities come as they are made, too: at once they would hold up all others.
+            "streaming": bool(body.stream) or params.logprobs is not None,
             "deadline_s": deadline_s(body, self.settings.request_timeout),
         }
         if self.hang is not None:

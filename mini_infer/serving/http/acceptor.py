@@ -8,15 +8,15 @@ import contextlib
 import logging
 import resource
 import socket
-import time
 from collections.abc import Callable
+
+from mini_infer.core.logs import Complaint
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 AT_ONCE = 16  # connections accepted before anything else gets a turn
 RETRY_S = 0.02
-COMPLAINT_S = 10.0  # between two lines of the log that say the same
 WANTED = 65_536  # open files
 RESERVED = 64  # for what is no connection
 
@@ -36,7 +36,7 @@ class Acceptor:
         self._place = place
         self._make_room = make_room
         self._unplaced: socket.socket | None = None  # a connection that nobody can take yet
-        self._complained = -COMPLAINT_S
+        self._complaint = Complaint(logger)
         self.listening = False
 
     def listen(self) -> None:
@@ -68,9 +68,7 @@ class Acceptor:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptors are left, say
-                if time.monotonic() - self._complained > COMPLAINT_S:
-                    self._complained = time.monotonic()
-                    logger.error("connections cannot be accepted: %s", error)
+                self._complaint.say("connections cannot be accepted: %s", error)
                 self._make_room()
                 self._pause()
                 return

@@ -14,7 +14,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from mini_infer.serving.api.errors import ApiError
+from mini_infer.core.logs import Complaint
+from mini_infer.serving.api.errors import ApiError, as_api_error
 from mini_infer.serving.http.turns import Turns
 
 logger = logging.getLogger("uvicorn.error")
@@ -44,11 +45,13 @@ class Connections:
         self._bodies: dict[LimitedProtocol, float] = {}
         self._idle: dict[LimitedProtocol, None] = {}  # kept alive, between two requests
         self._sweeping = False
+        self._complaint = Complaint(logger)
         self.turns = Turns()
 
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
         if len(self._open) > self.most and not self.make_room():
+            self._complaint.say("503: %d connections are open, and none of them is silent", self.most)
             connection.refuse(ApiError(503, f"{self.most} connections are open: try again later"))
         else:
             self.await_head(connection)
@@ -85,7 +88,7 @@ class Connections:
     def end_bodies(self, error: ApiError) -> None:
         """No longer waits for those that have not come to their end."""
         for connection in list(self._bodies):
-            connection.refuse(error)
+            connection.refuse(as_api_error(error))  # which logs it
 
     def _await(self, connection: LimitedProtocol, waiting: dict[LimitedProtocol, float], seconds: float) -> None:
         waiting.setdefault(connection, asyncio.get_running_loop().time() + seconds)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 from collections.abc import Callable
+
+from mini_infer.core.logs import Complaint
+
+logger = logging.getLogger(__name__)
 
 SERVES, ENDED = b"s", b"e"
 CONNECTION = b"c"
@@ -24,10 +30,20 @@ class Handover:
         channel.setblocking(False)
         self._channel = channel
         self._unsaid = b""
+        self._stopped = False
+        self._complaint = Complaint(logger)
 
-    def start(self, take: Callable[[socket.socket], object], on_end: Callable[[], None]) -> None:
-        """From here on the supervisor sends connections to `take`; `on_end`: there is no supervisor any more."""
-        asyncio.get_running_loop().add_reader(self._channel, self._read, take, on_end)
+    def start(
+        self, take: Callable[[socket.socket], object], make_room: Callable[[], object], on_end: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            take: called with each connection that the supervisor sends from here on.
+            make_room: called when there are no descriptors left.
+            on_end: there is no supervisor any more.
+        """
+        self._take, self._make_room, self._on_end = take, make_room, on_end
+        self._resume()
         self._say(SERVES)
 
     def connection_ended(self) -> None:
@@ -35,12 +51,25 @@ class Handover:
 
     def stop(self) -> None:
         """No further connections: the supervisor gives them to others."""
+        self._stopped = True
         asyncio.get_running_loop().remove_reader(self._channel)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RD)
 
-    def _read(self, take: Callable[[socket.socket], object], on_end: Callable[[], None]) -> None:
+    def _resume(self) -> None:
+        if not self._stopped:
+            asyncio.get_running_loop().add_reader(self._channel, self._read)
+
+    def _read(self) -> None:
         while True:
+            try:
+                os.close(os.dup(self._channel.fileno()))  # a connection for which no descriptor is free would be lost
+            except OSError as error:
+                self._complaint.say("connections cannot be taken: %s", error)
+                self._make_room()
+                asyncio.get_running_loop().remove_reader(self._channel)
+                asyncio.get_running_loop().call_later(RETRY_S, self._resume)
+                return
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._channel, AT_ONCE, 1)
             except BlockingIOError:
@@ -48,12 +77,12 @@ class Handover:
             except OSError:
                 data, descriptors = b"", []
             for descriptor in descriptors:
-                take(socket.socket(fileno=descriptor))
-            for _ in range(len(data) - len(descriptors)):  # no descriptor was free for it: its client sees it end
+                self._take(socket.socket(fileno=descriptor))
+            for _ in range(len(data) - len(descriptors)):  # lost all the same: its client sees it end
                 self.connection_ended()
             if not data:
                 self.stop()
-                on_end()
+                self._on_end()
                 return
 
     def _say(self, word: bytes) -> None:

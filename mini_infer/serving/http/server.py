@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
         await self.lifespan.startup()
         self.started = True
         if isinstance(self._source, Handover):
-            self._source.start(self._take, self._on_supervisors_end)
+            self._source.start(self._take, self._limits.make_room, self._on_supervisors_end)
         else:
             self._source.listen()
         self._on_ready()

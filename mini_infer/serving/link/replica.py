@@ -39,7 +39,7 @@ class QueueFull(MiniInferError, RuntimeError):
 class Request:
     """What an engine was asked, so that another one can be asked."""
 
-    __slots__ = ("add", "chain", "num_completions", "num_lost", "refused_by", "route", "stream")
+    __slots__ = ("add", "chain", "num_completions", "num_lost", "parts", "refused_by", "route", "stream")
 
     def __init__(self, add: Add, stream: Stream, num_completions: int, chain: Chain) -> None:
         self.add = add
@@ -49,6 +49,7 @@ class Request:
         self.route: Route | None = None
         self.refused_by: set[int] = set()  # replicas
         self.num_lost = 0  # engines that died with it
+        self.parts: list[bytes] = []  # of its prompt's log-probabilities, as far as they have come
 
 
 class Replica(Listener):
@@ -140,6 +141,7 @@ class Replica(Listener):
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
         self.requests[request.add.number] = request
+        request.parts = []
 
     async def change_adapter(self, change: ChangeAdapter) -> None:
         """Raises RequestError where the engine refuses it, and EngineDead."""
@@ -167,6 +169,11 @@ class Replica(Listener):
             request = requests.get(delta.number)
             if request is None:  # it has ended
                 continue
+            if (logprobs := delta.prompt_logprobs) is not None:
+                request.parts += logprobs.parts
+                if logprobs.more:
+                    continue
+                logprobs.parts = request.parts
             stream = request.stream
             if stream.put(delta):
                 self._to_wake.append(stream)

@@ -81,9 +81,14 @@ class Drain(Message):
 
 class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
     """A prompt's entries, each a TokenLogprob or None. There may be a million log-probabilities in them: nobody puts
-    all of them together, or takes them apart, at once."""
+    all of them together, or takes them apart, at once, and they are sent a part at a time, since nothing else gets past
+    what a connection has not taken yet.
+
+    more: others come behind these, and before anything else of the request.
+    """
 
     parts: list[bytes] = []
+    more: bool = False
 
     def take(self, entries: deque[TokenLogprob | None], most: int) -> int:
         """Moves entries here, with about `most` log-probabilities, and returns how many they hold."""
@@ -125,10 +130,15 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
         """Takes in the delta behind it, so that a reader who comes late finds one."""
         self.text += newer.text
         self.token_ids += newer.token_ids
-        if newer.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + newer.logprobs
-        if newer.prompt_logprobs is not None:
+        if self.logprobs is None:
+            self.logprobs = newer.logprobs
+        elif newer.logprobs is not None:
+            self.logprobs += newer.logprobs
+        if self.prompt_logprobs is None:
             self.prompt_logprobs = newer.prompt_logprobs
+        elif newer.prompt_logprobs is not None:
+            self.prompt_logprobs.parts += newer.prompt_logprobs.parts
+            self.prompt_logprobs.more = newer.prompt_logprobs.more
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
         self.cached_tokens, self.spans = newer.cached_tokens, newer.spans
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from mini_infer.core.config import EngineConfig, ParallelConfig
+from mini_infer.core.errors import MiniInferError
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -208,12 +210,34 @@ class AsyncEngine:
         return stream
 
     async def change_adapter(self, name: str, path: str | None) -> None:
-        """Has an adapter loaded by all engines that can be asked, or unloaded where there is no path. An engine that is
-        started again has those of its settings. Raises RequestError where one of them refuses it, and EngineDead."""
+        """Has an adapter loaded by all engines that can be asked, or unloaded by those that have it where there is no
+        path. An engine that is started again has those of its settings.
+
+        Raises:
+            RequestError, EngineError: one of them refuses it. Those that had done it have gone back to what they had.
+            EngineDead: there is none left.
+        """
+        before: dict[Replica, str | None] = {}  # of those that have done it
         for replica in self.replicas:
-            if replica.failure is None:
-                self._num_submitted += 1
-                await replica.change_adapter(ChangeAdapter(self._num_submitted - 1, name, path))
+            had = replica.stats.adapters.get(name)
+            if replica.failure is not None or (path is None and had is None):
+                continue
+            try:
+                await self._change_adapter(replica, name, path)
+            except EngineDead:  # it comes back as one that is started again, if at all
+                continue
+            except MiniInferError:
+                for other, its_own in before.items():
+                    with contextlib.suppress(MiniInferError):  # it has died, or its old folder has gone
+                        await self._change_adapter(other, name, its_own)
+                raise
+            before[replica] = had
+        if self.failure is not None:
+            raise EngineDead(self.failure)
+
+    async def _change_adapter(self, replica: Replica, name: str, path: str | None) -> None:
+        self._num_submitted += 1
+        await replica.change_adapter(ChangeAdapter(self._num_submitted - 1, name, path))
 
     async def close(self) -> None:
         """Aborts what runs, and ends the process that `start` started."""

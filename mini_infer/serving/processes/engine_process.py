@@ -59,7 +59,7 @@ FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 CANNOT_START = 2  # exit code
 RESTART_S = 5.0  # about, for clients that nobody else can serve
 YOUNG_OBJECTS = 10_000  # before the garbage collector looks at them
-LOGPROBS_A_TURN = 2**14  # of prompts: a millisecond or two
+LOGPROBS_A_TURN = 2**13  # of prompts: a millisecond or two
 LAST_FLUSH_S = 1.0  # for what clients have not read when a drained engine ends
 
 
@@ -97,7 +97,7 @@ class EngineServer:
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
         self._late: list[RequestOutput] = []  # not handed out yet, since log-probabilities of prompts are written
-        self._written: dict[str, tuple[deque[TokenLogprob | None], PromptLogprobs]] = {}  # those left, and the others
+        self._unwritten: dict[str, deque[TokenLogprob | None]] = {}  # by request
         self._failures = 0
         self._drained_by: float | None = None  # no further requests; those that it has get until then
         self._sender = make_sender(engine)
@@ -362,18 +362,20 @@ class EngineServer:
             request_id = output.request_id
             owner = owners.get(request_id)
             if output.prompt_logprobs is not None:
-                self._written[request_id] = deque(output.prompt_logprobs), PromptLogprobs()
+                self._unwritten[request_id] = deque(output.prompt_logprobs)
                 output.prompt_logprobs = None
             prompt_logprobs = None
-            if request_id in self._written:
-                entries, prompt_logprobs = self._written[request_id]
-                if owner is not None and request_id not in late:
+            if request_id in self._unwritten and owner is not None:
+                entries, prompt_logprobs = self._unwritten[request_id], PromptLogprobs()
+                if request_id not in late:
                     room -= prompt_logprobs.take(entries, room)
-                if owner is not None and entries:
+                if entries:
+                    prompt_logprobs.more = True
+                    owner.connection.deltas.append(Delta(owner.number, 0, "", [], prompt_logprobs=prompt_logprobs))
                     self._late.append(output)
                     late.add(request_id)
                     continue
-                del self._written[request_id]
+            self._unwritten.pop(request_id, None)
             for new in output.outputs:
                 reason, cached, spans, left = None, 0, None, False
                 if new.finish_reason is not None:

@@ -81,9 +81,17 @@ def _until_the_limit(steps: Any) -> Any:
 
 
 def with_litellm() -> None:
-    """Falls back to another model where a prompt is too long."""
+    """Falls back to another model where a prompt is too long: here to the same one, which then takes its end alone."""
+    here = {"model": "openai/mini-infer", "api_base": URL, "api_key": "none", "max_tokens": 4}
+    cuts = {**here, "extra_body": {"truncate_prompt_tokens": -1}}
+    router = litellm.Router(
+        [{"model_name": "small", "litellm_params": here}, {"model_name": "large", "litellm_params": cuts}],
+        context_window_fallbacks=[{"small": ["large"]}],
+    )
+    long: list[Any] = [{"role": "user", "content": "é" * 5000}]  # two tokens each
+    assert router.completion("small", long).usage.prompt_tokens == 8192 - 4
     try:
-        litellm.completion("openai/mini-infer", [{"role": "user", "content": "x" * 9000}], api_base=URL, api_key="none")
+        litellm.completion(messages=long, **here)
     except litellm.ContextWindowExceededError:
         return
     raise AssertionError("the error was not understood")
