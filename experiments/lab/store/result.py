@@ -41,6 +41,7 @@ from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row, Table
+from mini_infer.core.config_checks import field_types
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -352,7 +353,7 @@ def _from_json(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
     if is_dataclass(hint):
         cls = typing.cast(type, hint)
-        hints = typing.get_type_hints(cls)
+        hints = field_types(cls)
         value = {name: item for name, item in value.items() if (cls.__name__, name, item) not in _RETIRED}
         unknown = sorted(set(value) - set(hints))
         if unknown:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
+from mini_infer.core.config_checks import field_types
+
 R = TypeVar("R")
 
 DIGITS = 6  # significant; a clock's noise starts long before
@@ -28,7 +30,7 @@ def to_csv(cls: type, rows: Sequence[Any]) -> str:
 def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
     """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
     the columns, or a cell, are not those of `cls`."""
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     needed = {f.name for f in fields(typing.cast(Any, cls)) if f.default is MISSING}
     reader = csv.reader(io.StringIO(text))
     columns = next(reader, [])
