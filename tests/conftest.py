@@ -1,35 +1,56 @@
-"""Fixtures that tests of several packages share."""
+"""Fixtures that tests of several packages share.
+
+What takes seconds to import is imported where it is used: the process that hands the tests to others uses none of it.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from mini_infer.attention.context import AttentionBatch
 
 # Before torch is imported, here and in every child: a process of the test run has one core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable, Iterator
 
-import numpy as np
-import pytest
-import torch
-from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
+@functools.cache
+def has_gpu() -> bool:
+    import torch
 
-from mini_infer.attention.context import AttentionBatch
+    return torch.cuda.is_available()
 
-# On how many examples a property is tried, the same ones in every run: by default on those of "usual", on more where
-# @settings.get_profile("light") says that an example is a call of one function, on fewer where one is a whole history.
-_SAME_EACH_TIME = settings(
-    derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30
-)
-for _profile, _examples in {"light": 200, "usual": 60, "heavy": 12}.items():
-    settings.register_profile(_profile, _SAME_EACH_TIME, max_examples=_examples)
-settings.load_profile("usual")
 
-if not torch.cuda.is_available():
-    # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
-    os.environ["TRITON_INTERPRET"] = "1"
+@functools.cache
+def prepare() -> None:
+    """Before the first test file is imported."""
+    from hypothesis import HealthCheck, settings
+
+    if not has_gpu():
+        # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
+        os.environ["TRITON_INTERPRET"] = "1"
+    # On how many examples a property is tried, the same ones in every run: by default on those of "usual", on more
+    # where @settings.get_profile("light") says that an example is a call of one function, on fewer where one is a whole
+    # history.
+    same_each_time = settings(
+        derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30
+    )
+    for profile, examples in {"light": 200, "usual": 60, "heavy": 12}.items():
+        settings.register_profile(profile, same_each_time, max_examples=examples)
+    settings.load_profile("usual")
+
+
+def pytest_collectstart() -> None:
+    prepare()
 
 
 ON_DEMAND = ("attack", "soak")  # marks of tests that run where `-m` names them
@@ -41,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if mark in item.keywords:
                     item.add_marker(pytest.mark.skip(reason=f"runs with -m {mark}"))
-    if not torch.cuda.is_available():
+    if not has_gpu():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -55,6 +76,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each case of a parametrised property has examples of its own."""
+    from hypothesis import is_hypothesis_test, seed
+
     function = getattr(item.obj, "__func__", item.obj) if isinstance(item, pytest.Function) else None
     if is_hypothesis_test(function):
         seed(zlib.crc32(item.nodeid.encode()))(function)
@@ -62,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_is_prepared_once() -> Iterator[None]:
-    if torch.cuda.is_available():  # kernels are compiled
+    if has_gpu():  # kernels are compiled
         yield
         return
     import interpreter
@@ -80,14 +103,27 @@ def plain_sampler() -> Iterator[None]:
     from mini_infer.runtime.worker import worker
 
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
+        if not has_gpu():
             patch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
         yield
+
+
+@pytest.fixture
+def quick_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine with drafts times steps of all sizes, for seconds; tests/runtime/test_step_costs.py is about that."""
+    from mini_infer.speculative import step_costs
+
+    for name, value in {"REPEATS": 2, "PLAN_S": 0.001, "BUDGET_S": 0.01}.items():
+        monkeypatch.setattr(step_costs, name, value)
 
 
 @pytest.fixture(scope="session")
 def step_rows() -> Callable[..., AttentionBatch]:
     """Makes an AttentionBatch from each row's (start, count, block table)."""
+    import numpy as np
+    import torch
+
+    from mini_infer.attention.context import AttentionBatch
 
     def make(
         rows: list[tuple[int, int, list[int]]],

@@ -7,6 +7,7 @@ defaults list in conf/config.yaml names: so Hydra merges them after the experime
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
             of_scale = said.pop("scales", {})
             if scale in of_scale or via == URL:
                 both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
-                yield scale, via, _plain(OmegaConf.merge(own or {}, said, both or {}))
+                yield scale, via, functools.reduce(_merged, (own or {}, said, both or {}))
 
 
 def check(config: DictConfig, experiment: str) -> str:
@@ -87,6 +88,12 @@ def check(config: DictConfig, experiment: str) -> str:
 def chosen(config: DictConfig) -> Axes:
     values = cast("dict[str, Any]", OmegaConf.to_container(config.axes, resolve=True))
     return Axes(**{**values, "code": tuple(values["code"])})
+
+
+def _merged(node: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """As OmegaConf merges, which takes twenty times as long."""
+    both = {key for key in changes if isinstance(node.get(key), dict) and isinstance(changes[key], dict)}
+    return {**node, **changes, **{key: _merged(node[key], changes[key]) for key in both}}
 
 
 def _plain(node: Any) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.core.config_checks import at_least, coerce
+from mini_infer.core.config_checks import at_least, coerce, field_types
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import (  # noqa: F401  # importers of the tree find its parts here
     Device,
@@ -454,7 +453,7 @@ def _build(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{path or 'the config'} must be a mapping of settings, got {values!r}")
     known = {f.name: f for f in fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     kwargs = {}
     for key, value in values.items():
         name = f"{path}.{key}" if path else str(key)

@@ -33,7 +33,6 @@ from experiments.lab.peers import process
 from experiments.lab.show.figures import frame
 from mini_infer import LLMEngine
 from mini_infer.runtime.executor import dry
-from mini_infer.speculative import step_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
@@ -116,13 +115,9 @@ def configs_are_made_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def costs_of_steps_are_taken_quickly() -> Iterator[None]:
-    """An engine with drafts times steps of all sizes, for seconds; tests/runtime/test_step_costs.py is about that."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"REPEATS": 2, "PLAN_S": 0.001, "BUDGET_S": 0.01}.items():
-            patch.setattr(step_costs, name, value)
-        yield
+@pytest.fixture(autouse=True)
+def _quick(quick_step_costs: None) -> None:
+    """Engines with drafts."""
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def _runs(node) -> Iterator[tuple[str, list[str]]]:
     those which differ from all before by more than a number. Of sizes, points and bounds a run here has its own, and
     test_lab_configs.py composes them all. Over HTTP a server runs in test_lab_serving.py."""
     scales = [(scale, said) for scale, via, said in axes.nodes(node) if via == axes.IN_PROCESS] or [("", {})]
-    known = {(name, ()) for name in OmegaConf.select(node, "experiment.variants") or {}}
+    known = {(name, ()) for name in node["experiment"].get("variants") or {}}
     for index, (scale, said) in enumerate(scales):
         variants = said.get("experiment", {}).get("variants") or {}
         ours = {name: changes or {} for name, changes in variants.items() if not _is_peer(changes)}
@@ -181,7 +181,7 @@ _PAIR = [
 _DRAFT = "engine.speculation.draft={path: tiny-draft, load_format: auto, hf_config: null}"
 PAIRED = {
     "spec_decode": [
-        *("~experiment.variants.draft_1", "~experiment.variants.draft_7"),
+        *("~experiment.variants.draft_1", "~experiment.variants.draft_2", "~experiment.variants.draft_7"),
         "workload.min_output_tokens=16",
         "workload.max_output_tokens=16",
     ],
@@ -193,6 +193,7 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
+CHOSEN = {"composition": ["prefix", "overlap", "drafts", "prefix+drafts"]}  # one pair of two kinds
 ELSEWHERE = {"simulator_trace"}  # test_lab_simulated.py runs it
 HEAVY = {"mla", "expert_parallel", "scaling"}  # whose points are more than a test can take
 # A dry model has nothing to share: tests/parallel has engines.
@@ -300,8 +301,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
     config = compose_config(*overrides)
     with open_dict(config):
         config.experiment.claims = []  # they are about points and sizes that this run does not have
-        for variant in [*config.experiment.variants] if alone else ():
-            if variant not in (*alone, config.experiment.baseline):
+        chosen_variants = alone or CHOSEN.get(name, [])
+        for variant in [*config.experiment.variants] if chosen_variants else ():
+            if variant not in (*chosen_variants, config.experiment.baseline):
                 del config.experiment.variants[variant]
         for variant in [*config.experiment.variants] if name == "composition_moe" else ():
             if "chunked" in variant or "overlap" in variant:  # as in `composition`

@@ -34,7 +34,7 @@ def ranks_are_forked(imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_engine(ranks_are_forked: None) -> Iterator[Callable[..., LLMEngine]]:
+def make_engine(ranks_are_forked: None, quick_step_costs: None) -> Iterator[Callable[..., LLMEngine]]:
     """An engine of the shipped model, with 64 blocks of KV; closed after the test."""
     made: list[LLMEngine] = []
 

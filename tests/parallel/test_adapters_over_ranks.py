@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from integrity import check_scheduler
+from model_shapes import SMALL_LLAMA
 from test_expert import SHAPE as MIXTURE
 
 from mini_infer import EngineConfig, LLMEngine, ModelError, SamplingParams
@@ -57,24 +57,9 @@ def test_ranks_give_the_tokens_of_one(
     assert len({tuple(tokens) for tokens in found[0][0]}) == 3
 
 
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_so_it_is_to_the_bit(make_engine: MakeEngine, tmp_path: Path) -> None:
-    model = {"path": "made up", "load_format": "dummy", "hf_config": SHAPE, "device": "cpu"}
+    model = {"path": "made up", "load_format": "dummy", "hf_config": SMALL_LLAMA, "device": "cpu"}
     tensors = random_adapter(EngineConfig.from_dict({"model": model}).model, rank=4, seed=0)
     lora = {"max_adapters": 1, "adapters": {"one": write_adapter(tmp_path / "one", tensors, rank=4, alpha=4)}}
     params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 3}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_shapes import SMALL_LLAMA
 
 from mini_infer import ConfigError, LLMEngine, SamplingParams
 from mini_infer.core.config import ModelConfig, Numerics
@@ -22,21 +23,7 @@ pytestmark = [
 ]
 MakeEngine = Callable[..., LLMEngine]
 
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+SHAPE = SMALL_LLAMA | {"attention_bias": True, "mlp_bias": True}
 
 
 @pytest.mark.parametrize(("in_size", "chunks"), [(16, 4), (48, 4), (96, 8), (448, 8)])

@@ -13,6 +13,18 @@ from mini_infer import LLMEngine, SamplingParams
 Tokens = list[list[int]]
 # Of a model of random weights whose greedy token leads clearly, and that ends where it is told to.
 CLEAR = {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None}
+# Of layers with multi-head latent attention and experts.
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 
 def made_up_prompts(vocab_size: int) -> Tokens:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from integrity import check_scheduler
+from model_shapes import SMALL
 from safetensors.torch import load_file, save_file
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, ModelError, RequestError
@@ -170,21 +171,6 @@ def test_every_mechanism_gives_what_a_request_gets_alone(
     expected = [tokens(alone, prompt, GREEDY, name)[0] for prompt, name in asked]
     for _ in range(2):  # the second time prefixes hit
         assert tokens(own, [prompt for prompt, _ in asked], GREEDY, [name for _, name in asked]) == expected
-
-
-SMALL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")

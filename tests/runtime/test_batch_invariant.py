@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from gpu_shapes import SHAPES
 from integrity import check_scheduler
+from model_shapes import SHAPES, SMALL
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 
@@ -19,19 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
 ]
 
-SMALL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_shapes import SHAPES
 from integrity import check_scheduler
+from model_shapes import SHAPES
 
 from experiments.lab.judge.logit_gate import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
+from against_transformers import CLEAR, LATENTS, Tokens, greedy, made_up_prompts, saved
 
 from experiments.lab.judge.logit_gate import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
@@ -26,20 +26,7 @@ COMMON: dict[str, Any] = {
     **CLEAR,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
-LATENTS = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 18,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.7,
-}
+V2 = LATENTS | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # DeepSeek-V3: test_mla_engine.py
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -50,8 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # DeepSeek-V3: test_mla_eng
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}),
     "olmoe": ("Olmoe", EXPERTS),
-    "deepseek-v2": ("DeepseekV2", LATENTS),
-    "deepseek-v2, groups": ("DeepseekV2", LATENTS | GROUPS),
+    "deepseek-v2": ("DeepseekV2", V2),
+    "deepseek-v2, groups": ("DeepseekV2", V2 | GROUPS),
 }
 # Eight requests of up to 66 tokens on 16 blocks of 8: chunks, hits, evictions and preemptions all happen.
 SHORT: dict[str, Any] = {"num_blocks": 16, "block_size": 8, "watermark": 0.0}

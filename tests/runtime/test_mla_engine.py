@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from against_transformers import CLEAR, Tokens, greedy, made_up_prompts, saved
+from against_transformers import CLEAR, LATENTS, Tokens, greedy, made_up_prompts, saved
 from safetensors.torch import load_file, save_file
 
 from experiments.lab.judge.logit_gate import probe_logits
@@ -23,19 +23,11 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 128,
     "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 18,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
+    **LATENTS,
     **CLEAR,
 }
 YARN = {

@@ -386,7 +386,7 @@ OTHERS = [c for c in itertools.product(*AXES) if c not in pairwise(*AXES)]
     ("batching", "chunked", "cache", "preemption"),
     [*pairwise(*AXES), *(pytest.param(*c, marks=pytest.mark.soak) for c in OTHERS)],
 )
-@settings(settings.get_profile("heavy"), max_examples=20)
+@settings(settings.get_profile("heavy"))
 @given(
     machine=machines(),
     traffic=st.lists(arrivals(), min_size=1, max_size=8),

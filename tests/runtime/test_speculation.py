@@ -100,12 +100,12 @@ def test_a_quantized_model_gives_the_tokens_that_it_gives_plainly(quantization: 
     which side one is rounded, a later token may be another: so a few tokens are compared.
     """
     greedy = dataclasses.replace(GREEDY, max_tokens=10)
-    model = TINY | {"quantization": quantization, "quantization_group": 64}
+    model = TINY | {"path": "tiny-draft", "quantization": quantization, "quantization_group": 64}
     sections: dict[str, Any] = MACHINES[machine] | {"cache": MACHINES[machine]["cache"] | {"dtype": kv}}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"dtype": kv}}))
     plain = tokens(engine, greedy)
     engine.close()
-    draft = {**DRAFT, "draft": {"path": "tiny-draft", "quantization": quantization}, "num_tokens": 3}
+    draft = {**DRAFT, "draft": {"path": "tiny-draft", "quantization": quantization}, "num_tokens": 3}  # other groups
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "speculation": draft, **sections}))
     assert tokens(engine, greedy) == plain
     for _ in range(2):  # the second time from the cache
@@ -165,7 +165,7 @@ def test_drafts_that_were_drawn_are_often_right() -> None:
     assert first == tokens(make_engine({**DRAFT, "num_tokens": 3}, seed=0), params)
 
 
-def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(expected: list) -> None:
+def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(expected: list, quick_step_costs: None) -> None:
     """Whatever this machine says of costs; with them set so that drafts come and go."""
     engine = make_engine(
         {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_shapes import SHAPES
 from integrity import check_scheduler
+from model_shapes import SHAPES
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan

@@ -10,21 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from http_server import Server, running, wait_for
+from model_shapes import SHAPES
 
 SHARE = 0.2
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 5003,
-    "max_position_embeddings": 32768,  # 1,024 requests of it could fill any GPU
-    "tie_word_embeddings": False,
-}
+SHAPE = SHAPES["qwen3"] | {"max_position_embeddings": 32768}  # 1,024 requests of it could fill any GPU
 OVERHEAD = 4 * 2**30  # weights, the largest step, graphs and the driver's context, at most
 
 

@@ -40,6 +40,7 @@ from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row, Table, from_csv, rounded, to_csv
+from mini_infer.core.config_checks import field_types
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -345,7 +346,7 @@ def _from_json(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
     if is_dataclass(hint):
         cls = typing.cast(type, hint)
-        hints = typing.get_type_hints(cls)
+        hints = field_types(cls)
         unknown = sorted(set(value) - set(hints))
         if unknown:
             raise ValueError(f"unknown fields {unknown}")

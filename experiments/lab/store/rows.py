@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
+from mini_infer.core.config_checks import field_types
+
 ABSENT = "absent: "  # begins the reason of a row whose peer is not there
 NOT_SHOWN = "not shown: "  # begins the reason of a row whose sample does not support a value
 Turn = tuple[int, int]  # process, repeat
@@ -78,7 +80,7 @@ def to_csv(cls: type, rows: Sequence[Any]) -> str:
 def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
     """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
     the columns, or a cell, are not those of `cls`."""
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     needed = {f.name for f in fields(typing.cast(Any, cls)) if f.default is MISSING}
     reader = csv.reader(io.StringIO(text))
     columns = next(reader, [])

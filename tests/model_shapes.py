@@ -1,9 +1,26 @@
-"""Models for tests on a GPU, small but for their widths: enough to run every kernel and graph, filled at random."""
+"""Shapes of models that tests fill at random."""
 
 from __future__ import annotations
 
 from typing import Any
 
+# For Triton's interpreter.
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SMALL_LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+
+# For a GPU, small but for their widths: enough to run every kernel and graph.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"],
