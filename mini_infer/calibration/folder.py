@@ -63,7 +63,7 @@ def quantize_folder(
     work = out.with_name(out.name + UNFINISHED)
     total = len(decoder.layers)
     _begin(work, _told(folder, recipe, ids))
-    start, hidden = _resumed(work, total)
+    start, hidden = _resumed(work, total, recipe)
     done(start, total)
     for index, (layer, after) in enumerate(quantized_layers(decoder, recipe, ids, start, hidden), start):
         # The hidden states first: with them and without the layer, the layer is made again from those before it.
@@ -106,11 +106,15 @@ def _begin(work: Path, told: dict[str, Any]) -> None:
     _write(work / RECIPE, told)
 
 
-def _resumed(work: Path, total: int) -> tuple[int, Tensor | None]:
-    """The first layer that is not done, and the hidden states in front of it."""
+def _resumed(work: Path, total: int, recipe: Recipe) -> tuple[int, Tensor | None]:
+    """The first layer that is not done, and the hidden states in front of it: where they are gone, the last layer before
+    it that has some, or else the first."""
     start = next((index for index in range(total) if not (work / _shard(index, total)).is_file()), total)
-    hidden = work / f"{start}.{HIDDEN}"
-    return start, load_file(hidden)["hidden"] if start and hidden.is_file() else None
+    if start == total or not recipe.needs_text:
+        return start, None
+    while start and not (work / f"{start}.{HIDDEN}").is_file():
+        start -= 1
+    return start, load_file(work / f"{start}.{HIDDEN}")["hidden"] if start else None
 
 
 def _finish(work: Path, folder: Path, recipe: Recipe, decoder: StreamedDecoder, total: int) -> None:

@@ -106,7 +106,7 @@ def quantized_layers(
 
     Args:
         ids: calibration text [samples, length]; None where the recipe needs none.
-        hidden: in front of layer `start`, where it is not the first.
+        hidden: in front of layer `start`, where it is not the first and the recipe needs text.
 
     Raises ModelError, naming the tensor that cannot be quantized.
     """
@@ -115,7 +115,9 @@ def quantized_layers(
         if ids is None:
             raise ConfigError(f"--method {recipe.method.value} needs calibration text")
         first, told = decoder.inputs(ids if start == 0 else ids[:1])
-        hidden = first if hidden is None else hidden
+        hidden = hidden if start else first
+        if hidden is None and start < len(decoder.layers):
+            raise ValueError(f"hidden states in front of layer {start} are missing")
     for index in range(start, len(decoder.layers)):
         with decoder.loaded(index) as layer:
             result = _Layer(decoder, index, layer, recipe, told[index], hidden).quantized()

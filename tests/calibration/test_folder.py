@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.calibration.folder import UNFINISHED, quantize_folder
+from mini_infer.calibration.folder import HIDDEN, UNFINISHED, quantize_folder
 from mini_infer.calibration.layerwise import put_in, quantized_layers
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.streamed import StreamedDecoder
@@ -151,11 +151,15 @@ def test_our_engine_computes_what_was_meant(folder: Path, quantized: Any, meant:
         engine.close()
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2], ids=["rtn", "gptq"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "layers", "lost"),
+    [(RECIPES[kind], layers, 0) for kind in (0, 1) for layers in (0, 1, 2)] + [(RECIPES[1], 1, 1)],
+    ids=[f"{kind}-{layers}" for kind in ("rtn", "gptq") for layers in (0, 1, 2)] + ["gptq-1, hidden states lost"],
+)
 def test_interrupted_it_goes_on_to_the_same_files(
-    folder: Path, tmp_path: Path, quantized: Any, recipe: Recipe, layers: int
+    folder: Path, tmp_path: Path, quantized: Any, recipe: Recipe, layers: int, lost: int
 ) -> None:
+    """lost: of the layers that were done, how many are done again."""
     expected, out = quantized(recipe), tmp_path / "out"
 
     def interrupt(done: int, total: int) -> None:
@@ -169,9 +173,11 @@ def test_interrupted_it_goes_on_to_the_same_files(
     assert not (unfinished / "config.json").exists()
     with pytest.raises(ModelError):
         safetensors_files(unfinished)
+    if lost:
+        (unfinished / f"{layers}.{HIDDEN}").unlink()
     seen: list[int] = []
     quantize_folder(str(folder), out, recipe, texts, CPU, lambda done, total: seen.append(done))
-    assert seen == list(range(layers, 3))
+    assert seen == list(range(layers - lost, 3))
     assert not unfinished.exists()
     files = {file.name for file in expected.iterdir()}
     assert {file.name for file in out.iterdir()} == files
