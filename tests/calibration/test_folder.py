@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.calibration.folder import HIDDEN, UNFINISHED, quantize_folder
+from mini_infer.calibration.folder import HIDDEN, RECIPE, UNFINISHED, quantize_folder
 from mini_infer.calibration.layerwise import put_in, quantized_layers
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.streamed import StreamedDecoder
-from mini_infer.calibration.text import calibration_ids
+from mini_infer.calibration.text import calibration_ids, shipped_text
 from mini_infer.cli.quantize import main
 from mini_infer.core.config import CacheConfig, Device, DType, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
@@ -46,10 +48,10 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def ids_of(folder: Path, recipe: Recipe) -> Tensor:
+def ids_of(folder: Path, recipe: Recipe, text: Sequence[str] = (TEXT,)) -> Tensor:
     from transformers import AutoTokenizer
 
-    return calibration_ids(texts(), AutoTokenizer.from_pretrained(folder), recipe.samples, recipe.length, recipe.seed)
+    return calibration_ids(text, AutoTokenizer.from_pretrained(folder), recipe.samples, recipe.length, recipe.seed)
 
 
 RECIPES = [
@@ -61,6 +63,7 @@ RECIPES = [
     Recipe("w8a8", Method.rtn, **FEW),
     Recipe("w8a8", Method.smoothquant, **FEW),
     Recipe("fp8", Method.rtn, **FEW),
+    Recipe("fp8_block", Method.rtn, **FEW),
     Recipe("w4a16", Method.rtn, **FEW, kept=("layers.0.mlp.down_proj", "v_proj")),
 ]
 
@@ -69,24 +72,34 @@ ENGINES = [
     Recipe("w4a16", Method.gptq, **FEW, symmetric=False),
     Recipe("w8a8", Method.smoothquant, **FEW),
     Recipe("fp8", Method.rtn, **FEW),
+    Recipe("fp8_block", Method.rtn, **FEW),
     Recipe("mixed", Method.rtn, **FEW),
 ]
 
 
 @pytest.fixture(scope="module")
-def quantized(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Path]:
+def source(folder: Path, wide_folder: Path) -> Callable[[Recipe], Path]:
+    """The folder that a recipe is for."""
+    return lambda recipe: wide_folder if recipe.scheme == "fp8_block" else folder
+
+
+@pytest.fixture(scope="module")
+def quantized(source: Callable[[Recipe], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Path]:
     """The folder that a recipe makes."""
     return cache(
-        lambda recipe: quantize_folder(str(folder), tmp_path_factory.mktemp("quantized") / "out", recipe, texts, CPU)
+        lambda recipe: quantize_folder(
+            str(source(recipe)), tmp_path_factory.mktemp("quantized") / "out", recipe, texts, CPU
+        )
     )
 
 
 @pytest.fixture(scope="module")
-def meant(folder: Path) -> Callable[[Recipe], Any]:
+def meant(source: Callable[[Recipe], Path]) -> Callable[[Recipe], Any]:
     """transformers' model with the weights that a recipe rounds to."""
 
     @cache
     def made(recipe: Recipe) -> Any:
+        folder = source(recipe)
         model, ids = whole(folder), ids_of(folder, recipe)
         for layer, _ in quantized_layers(StreamedDecoder(folder, CPU), recipe, ids if recipe.needs_text else None):
             put_in(model, layer, recipe)
@@ -96,7 +109,8 @@ def meant(folder: Path) -> Callable[[Recipe], Any]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scheme}-{r.method.value}{'' if r.symmetric else '-z'}")
-def test_transformers_computes_what_was_meant(folder: Path, quantized: Any, meant: Any, recipe: Recipe) -> None:
+def test_transformers_computes_what_was_meant(source: Any, quantized: Any, meant: Any, recipe: Recipe) -> None:
+    folder = source(recipe)
     found, expected, ids = whole(quantized(recipe)), meant(recipe), ids_of(folder, recipe)
     a, b = logits(found, ids[0]), logits(expected, ids[0])
     # Where activations are rounded, the library's scales of them are not ours: the largest is 127.5 of its steps.
@@ -132,8 +146,8 @@ def test_mixed_keeps_the_columns_with_the_largest_inputs(folder: Path, quantized
 
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", ENGINES, ids=lambda recipe: recipe.scheme)
-def test_our_engine_computes_what_was_meant(folder: Path, quantized: Any, meant: Any, recipe: Recipe) -> None:
-    out, expected, ids = quantized(recipe), meant(recipe), ids_of(folder, recipe)
+def test_our_engine_computes_what_was_meant(source: Any, quantized: Any, meant: Any, recipe: Recipe) -> None:
+    out, expected, ids = quantized(recipe), meant(recipe), ids_of(source(recipe), recipe)
     model = ModelConfig(path=str(out), device=Device.cpu, dtype=DType.float32)
     engine = LLMEngine(EngineConfig(model=model, cache=CacheConfig(num_blocks=16)))
     # Sums in another order, and a rounded activation is now and then the next code.
@@ -254,11 +268,23 @@ def test_recipes_that_cannot_be(settings: tuple[Any, ...], message: str) -> None
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    arguments = [str(folder), str(tmp_path / "out"), "--scheme", "w4a16", "--method", "awq", "--group", "32"]
-    arguments += ["--text", str(tmp_path / "text.txt"), "--samples", "2", "--length", "32", "--device", "cpu"]
-    assert main(arguments) == 0
-    assert "w4a16 by awq" in capsys.readouterr().out
-    assert main(arguments) == 2
+
+    def arguments(out: str, *more: str) -> list[str]:
+        scheme = ["--scheme", "w4a16", "--method", "awq", "--group", "32", "--samples", "2", "--length", "32"]
+        return [str(folder), str(tmp_path / out), *scheme, "--device", "cpu", *more]
+
+    given = arguments("out", "--text", str(tmp_path / "text.txt"))
+    assert main(given) == 0
+    told = capsys.readouterr()
+    assert "w4a16 by awq" in told.out
+    assert re.search(r"layers .* 2/2 ", told.err), "the progress bar, when it is done"
+    assert main(given) == 2
     assert "exists already" in capsys.readouterr().err
     assert main([str(folder), str(tmp_path / "x"), "--scheme", "w8a8", "--method", "gptq"]) == 2
     assert "do not go together" in capsys.readouterr().err
+    assert main(arguments("default")) == 0
+    recipe = Recipe("w4a16", Method.awq, group=32, samples=2, length=32)
+    for out, text in (("out", [TEXT]), ("default", shipped_text())):
+        ids = ids_of(folder, recipe, text)
+        stored = json.loads((tmp_path / out / RECIPE).read_text())
+        assert stored["text"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest(), out

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from mini_infer.assets.evaluate import greedy
 from mini_infer.assets.prompts import draw_prompts
+from mini_infer.calibration import layerwise
 from mini_infer.calibration.accuracy import (
     Logits,
     Reading,
@@ -61,6 +63,30 @@ def test_layers_one_by_one_compute_what_the_model_does(any_folder: Path, ids: Te
         with decoder.loaded(index) as layer:
             hidden = torch.cat([layer(row[None], **told[index]) for row in hidden])
     assert all(parameter.is_meta for parameter in decoder.layers.parameters())
+
+
+@pytest.mark.parametrize("method", [Method.gptq, Method.awq])
+def test_at_most_one_layer_is_in_memory(
+    folder: Path, ids: Tensor, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever a layer computes, and between them none."""
+    decoder, computes, seen = StreamedDecoder(folder, CPU), layerwise._call, []
+
+    def filled() -> set[str]:
+        return {name for name, parameter in decoder._model.named_parameters() if not parameter.is_meta}
+
+    def watched(layer: nn.Module, *args: Any) -> Tensor:
+        seen.append(filled())
+        return computes(layer, *args)
+
+    monkeypatch.setattr(layerwise, "_call", watched)
+    for index, _ in enumerate(quantized_layers(decoder, Recipe("w4a16", method, group=32), ids)):
+        name = decoder.layer_names[index]
+        own = {f"{name}.{inside}" for inside, _ in decoder.layers[index].named_parameters()}
+        assert len(seen) > len(ids)
+        assert all(names == own for names in seen)
+        assert filled() == set()
+        seen.clear()
 
 
 @torch.no_grad()

@@ -141,6 +141,22 @@ def gptq(bits: int, group: int | None, symmetric: bool, act_order: bool = False,
     return tensors
 
 
+def packed_by_activations(group: int) -> Any:
+    """What llm-compressor packed with `actorder: group`, for `quantized_folder`. compressed-tensors 0.20 neither writes
+    nor reads such folders."""
+
+    def tensors(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stored, meant = gptq(4, group, symmetric=True, act_order=True)(weight)
+        return {
+            "weight_packed": stored["qweight"].T,
+            "weight_shape": torch.tensor(weight.shape),
+            "weight_scale": stored["scales"].T,
+            "weight_g_idx": stored["g_idx"],
+        }, meant
+
+    return tensors
+
+
 def awq(group: int) -> Any:
     """What AutoAWQ packs of a weight, for `quantized_folder`."""
 
