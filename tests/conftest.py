@@ -10,7 +10,7 @@ import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -56,16 +56,28 @@ def pytest_collectstart() -> None:
 ON_DEMAND = ("attack", "soak")  # marks of tests that run where `-m` names them
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for mark in ON_DEMAND:
         if mark not in config.getoption("-m"):
             for item in items:
                 if mark in item.keywords:
                     item.add_marker(pytest.mark.skip(reason=f"runs with -m {mark}"))
-    if not has_gpu():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if has_gpu():
+            if _runs_on_the_gpu(item):
+                item.add_marker("gpu")
+        elif "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _runs_on_the_gpu(item: Any) -> bool:
+    """Where there is one: tests on whatever device there is take the fixture `device`, or have it as a parameter."""
+    import torch
+
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    device = parameters.get("device", torch.device("cuda"))
+    return "device" in getattr(item, "fixturenames", ()) and isinstance(device, torch.device) and device.type == "cuda"
 
 
 def pytest_collection_finish() -> None:

@@ -107,8 +107,8 @@ def _begin(work: Path, told: dict[str, Any]) -> None:
 
 
 def _resumed(work: Path, total: int, recipe: Recipe) -> tuple[int, Tensor | None]:
-    """The first layer that is not done, and the hidden states in front of it: where they are gone, the last layer before
-    it that has some, or else the first."""
+    """The first layer that is not done, and the hidden states in front of it. Where those are gone, the last layer
+    before it that has some, or else the first of all."""
     start = next((index for index in range(total) if not (work / _shard(index, total)).is_file()), total)
     if start == total or not recipe.needs_text:
         return start, None

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from experiments import gpu_tests
 
@@ -22,3 +25,24 @@ def test_summary_counts_by_file_and_names_what_failed(tmp_path: Path, monkeypatc
     assert "| all | 1 | 1 | 1 | 2.0 |" in page
     assert "- `tests/a.py::two`: wrong token\n" in page
     assert "- `tests/b.py::three`: no flash_attn\n" in page
+
+
+def test_tests_on_any_device_count_as_such_where_there_is_a_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conftest: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).parents[1] / "conftest.py"))
+    marks: dict[str, list[str]] = {"fixture": [], "another fixture": [], "cuda": [], "cpu": [], "a setting": []}
+    devices = {"cuda": torch.device("cuda"), "cpu": torch.device("cpu"), "a setting": "cuda"}
+    items = [
+        SimpleNamespace(
+            fixturenames=["folder" if name == "another fixture" else "device"],
+            callspec=SimpleNamespace(params={"device": devices[name]} if name in devices else {}),
+            keywords=(),
+            add_marker=found.append,
+        )
+        for name, found in marks.items()
+    ]
+    monkeypatch.setattr(conftest, "has_gpu", lambda: True)
+    conftest.pytest_collection_modifyitems(request.config, items)
+    assert [name for name, found in marks.items() if found == ["gpu"]] == ["fixture", "cuda"]
+    assert sum(map(len, marks.values())) == 2

@@ -26,7 +26,7 @@ from mini_infer.kernels.sampling.draw import (
     truncate,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0)
 
 
