@@ -13,6 +13,7 @@ from integrity import check_scheduler
 from model_shapes import SHAPES, SMALL
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.plan import StepRecord
 
 pytestmark = [
     pytest.mark.usefixtures("plain_sampler"),
@@ -77,12 +78,16 @@ def answers(engine: LLMEngine, asked: list[Request], alone: bool = False) -> lis
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-def check(model: dict[str, Any], asked: list[Request], expected: list[Any], changes: dict[str, Any]) -> None:
+def check(
+    model: dict[str, Any], asked: list[Request], expected: list[Any], changes: dict[str, Any]
+) -> list[StepRecord]:
+    """The engine's steps."""
     engine = make(model, changes)
     try:
         for _ in range(2):  # the second time prefixes hit
             for index, (got, want) in enumerate(zip(answers(engine, asked), expected, strict=True)):
                 assert got == want, f"request {index}"
+        return list(engine.records)
     finally:
         engine.close()
 
@@ -260,9 +265,14 @@ def test_every_scheme_gives_what_a_request_gets_alone_on_a_gpu(scheme: str) -> N
     shape = SHAPES["qwen2"] | {"intermediate_size": 1792}  # int4 takes whole groups of 128
     model, cache = quantized(scheme, shape, device="cuda", dtype="bfloat16")
     asked = requests(5003, [3, 170, 1040, 61, 350, 16, 33, 1] * 2, shared=300, max_tokens=12)
-    cache["memory_gib"] = 1.0
-    engine = make(model, {"cache": cache})
+    engine = make(model, {"cache": {"memory_gib": 1.0, **cache}})
     expected = answers(engine, asked, alone=True)
     engine.close()
-    changes = ON_A_GPU["graphs, overlap, prefix hits"]
-    check(model, asked, expected, changes | {"cache": changes["cache"] | cache})
+    for mechanism, room in {
+        "graphs, overlap, prefix hits": {"memory_gib": 1.0},
+        "short of memory, swap": {"num_blocks": 120},
+        "n-gram drafts": {"memory_gib": 1.0},
+    }.items():
+        changes = ON_A_GPU[mechanism]
+        steps = check(model, asked, expected, changes | {"cache": changes.get("cache", {}) | room | cache})
+        assert any(step.swapped_out_blocks for step in steps) == ("swap" in mechanism)

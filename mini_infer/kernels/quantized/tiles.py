@@ -102,7 +102,8 @@ _LINEAR = {
 _LINEAR_WEIGHTS_ALONE = [(64, True, None, Tile(0, 64, 256, 4, 3)), (math.inf, None, None, Tile(0, 64, 128, 4, 3))]
 
 # Rows of x above which cuBLAS is the faster: for weights alone in fewer bits with the time to make them floating again,
-# for fp8 as it is.
+# for fp8 as it is. At 256 rows int4's own products take 281 us a layer of Qwen2.5-7B, and cuBLAS's 177. Making the
+# weights bf16 takes at least 137, however many rows there are (583 MB at the ceiling of copying).
 DEQUANTIZED_ROWS = {Number.int4: 256, Number.int8: 256, Number.fp8: 256}
 LIBRARY_FP8_ROWS = 128
 
