@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from mini_infer.assets.prompts import ASSETS
 
 
 def save_random(folder: Path, **changes: Any) -> Path:
     """bfloat16, two layers, as many KV heads as heads, a bias before attention, the shipped tokenizer."""
+    import torch  # here, since pytest reads this file before tests/conftest.py prepares for Triton
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from mini_infer.assets.prompts import ASSETS
+
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "initializer_range": 0.04} | changes
     config = Qwen2Config(
