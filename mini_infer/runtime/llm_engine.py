@@ -198,7 +198,7 @@ class LLMEngine:
         """Queues a request and returns its id; `step` computes it.
 
         Args:
-            priority: smaller goes first, with scheduler.policy=priority.
+            priority: smaller goes first, with scheduler.policy=priority or patience.
             arrival_time: on the engine's clock; now, if not given.
             cache_salt: requests share cached prefixes only with requests of the same salt, and of the same adapter.
             adapter: its name.

@@ -252,7 +252,7 @@ def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServ
     """In one frame they would fill the connection, and what comes behind them would wait for turn after turn."""
     server = hand_driven()
     client = server.connect()
-    scored = SamplingParams(max_tokens=1, prompt_logprobs=64)
+    scored = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=64)
     client.say(add(0), add(1, scored, [5] * 400), add(2, scored, [6] * 400))
     parts: dict[int, list[bytes]] = {1: [], 2: []}
     turns = 0
@@ -266,9 +266,19 @@ def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServ
         for delta in told:
             if delta.prompt_logprobs is not None:
                 parts[delta.number] += delta.prompt_logprobs.parts
-                assert delta.prompt_logprobs.more == (delta.finish_reason is None)
+                assert delta.prompt_logprobs.more == (not delta.token_ids)
+                assert delta.prompt_logprobs.parts, "it says nothing"
     for each in parts.values():
         assert len(list(PromptLogprobs(each))) == 400
+    client.say(add(3, scored, [7] * 400))
+    while not server.server._late:
+        server.turn()
+        client.hear()
+    client.say(Abort(3))
+    server.turn()
+    assert not server.server._late, "nobody reads the others"
+    told = [delta for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas]
+    assert [delta.finish_reason for delta in told if delta.number == 3][-1] is not None
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -119,14 +119,17 @@ def test_no_event_of_a_batch_begins_within_another_one() -> None:
     assert b"<short>" in events
 
 
-@pytest.mark.parametrize("prompts", [1, 2])
-def test_a_deadline_within_a_long_event_comes_behind_it(prompts: int) -> None:
-    """Of two prompts the other one is told of it while the event is written."""
+@pytest.mark.parametrize(("prompts", "ending"), [(1, None), (2, None), (1, "length")])
+def test_a_deadline_within_a_long_event_comes_behind_it(prompts: int, ending: str | None) -> None:
+    """Of two prompts the other one is told of it while the event is written. And it is none where that is the last."""
     num_blocks = 20
 
     class Render:
         def event(self, prompt: int, delta: Delta) -> bytes | Iterator[bytes]:
             return iter([b"<", *[b"x" * BLOCK] * num_blocks, b">"]) if prompt == 0 else b"<short>"
+
+        def last_event(self, usage: Any) -> bytes:
+            return b"last"
 
     async def main() -> bytes:
         streams = [Stream(1, 1, lambda: None) for _ in range(prompts)]
@@ -141,14 +144,17 @@ def test_a_deadline_within_a_long_event_comes_behind_it(prompts: int) -> None:
 
         answer = EventStream(streams, Render(), Running(), "id")  # type: ignore[arg-type]
         writing = asyncio.ensure_future(answer({}, receive, send))
-        streams[0].put(Delta(0, 0, "", [1]))
+        streams[0].put(Delta(0, 0, "", [1], finish_reason=ending))
         await writing
         return b"".join(sent)
 
-    event, error = asyncio.run(main()).split(b">")
+    event, rest = asyncio.run(main()).split(b">")
     assert len(event) == 1 + num_blocks * BLOCK
-    assert error.startswith(b'data: {"error"')
-    assert b"deadline_exceeded" in error
+    if ending is not None:
+        assert rest == b"last", "the request had ended in time"
+        return
+    assert rest.startswith(b'data: {"error"')
+    assert b"deadline_exceeded" in rest
 
 
 @pytest.mark.parametrize("silent", [0, 1])

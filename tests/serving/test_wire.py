@@ -7,6 +7,8 @@ from collections import deque
 
 from mini_infer import SamplingParams
 from mini_infer.core.request import TokenLogprob
+from mini_infer.serving.link.replica import Replica, Request
+from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.link.wire import (
     Abort,
     Add,
@@ -73,3 +75,13 @@ def test_log_probabilities_of_a_prompt_arrive_in_order() -> None:
     arrived = event_decoder.decode(frame)
     assert isinstance(arrived, Outputs)
     assert list(arrived.deltas[0].prompt_logprobs or []) == entries
+
+
+def test_parts_that_are_put_together_are_held_no_longer() -> None:
+    stream, replica = Stream(1, 1, lambda: None), Replica(0, "")
+    request = replica.requests[7] = Request(Add(7, [], {}, 0, "", True, 0.0, None), stream, 1, ())
+    for part in (b"v", b"w", b""):
+        told = PromptLogprobs([part], more=True) if part else PromptLogprobs([b"x"])
+        replica.take_outputs(Outputs([Delta(7, 0, "", [], prompt_logprobs=told)]))
+        assert request.parts == {b"v": [b"v"], b"w": [b"v", b"w"], b"": []}[part]
+    assert stream._pending[0].prompt_logprobs == PromptLogprobs([b"v", b"w", b"x"])

@@ -25,7 +25,7 @@ class Item:
     output_tokens: int
     # When it is due, from the start of the pass. None: as soon as there is a place for it.
     arrival_s: float | None = None
-    priority: int = 0  # smaller goes first, with scheduler.policy=priority
+    priority: int = 0  # smaller goes first, with scheduler.policy=priority or patience
     # Index of the item whose whole prompt and actual output precede this prompt; it is due `think_s` after that
     # output's end.
     follows: int | None = None

@@ -183,7 +183,9 @@ class GenerationRequest(ApiModel):
     stop_token_ids: Annotated[list[Integer] | None, _Few("stop_token_ids")] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Integer | None = Field(None, description="Smaller goes first, with scheduler.policy=priority.")
+    priority: Integer | None = Field(
+        None, description="Smaller goes first, with scheduler.policy=priority or patience."
+    )
     cache_salt: str | None = Field(None, description="Cached prefixes are shared only under the same salt.")
     timeout: float | None = Field(None, description="Seconds after which the request ends with an error.")
 

@@ -84,7 +84,7 @@ class Answer(Response):
         self._render = render
         self._running = running
         self._ended_by: ApiError | None = None
-        self._aborted = self._left = False
+        self._left = False
         self._common_headers = [(b"x-request-id", request_id.encode()), (b"cache-control", b"no-cache")]
         self.background = None  # what FastAPI asks of a Response
         self.status_code = 200
@@ -117,7 +117,6 @@ class Answer(Response):
         self._abort()
 
     def _abort(self) -> None:
-        self._aborted = True
         for stream in self._streams:
             stream.abort()
 
@@ -132,9 +131,9 @@ class Answer(Response):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in used)},
         }
 
-    def _require_end(self) -> None:
-        """A stream that is aborted ends like one that is complete."""
-        if self._aborted:
+    def _require_end(self, stream: Stream) -> None:
+        """A stream that is aborted ends like one that is complete. One that was complete before stays so."""
+        if self._left or stream.aborted:
             raise ApiError(CLIENT_LEFT, "the client closed the connection", code="client_left")  # for the log alone
 
     def _write(self, written: Iterator[bytes], send: Callable[[bytes], Blocked]) -> Coroutine[Any, Any, None]:
@@ -176,7 +175,7 @@ class WholeAnswer(Answer):
         async for delta in stream:
             merge(completions, delta.index, delta)
             _require_good_end(delta)
-        self._require_end()
+        self._require_end(stream)
         return [completions[index] for index in sorted(completions)]
 
 
@@ -218,7 +217,7 @@ class EventStream(Answer):
                 await blocked
             break
         await stream.forward(write)
-        self._require_end()
+        self._require_end(stream)
 
     def _events(self, prompt: int, deltas: Collection[Delta]) -> Event:
         events = []

@@ -173,7 +173,7 @@ class Replica(Listener):
                 request.parts += logprobs.parts
                 if logprobs.more:
                     continue
-                logprobs.parts = request.parts
+                logprobs.parts, request.parts = request.parts, []
             stream = request.stream
             if stream.put(delta):
                 self._to_wake.append(stream)

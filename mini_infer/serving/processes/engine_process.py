@@ -234,6 +234,7 @@ class EngineServer:
             elif self._newcomers.discard(owner):
                 connection.notices.append(Refused(owner.number, "it was aborted"))
             else:
+                self._unwritten.pop(_request_id(owner), None)
                 self._engine.abort(_request_id(owner))
 
     def _change_adapter(self, owner: Owner, change: ChangeAdapter) -> None:
@@ -370,8 +371,9 @@ class EngineServer:
                 if request_id not in late:
                     room -= prompt_logprobs.take(entries, room)
                 if entries:
-                    prompt_logprobs.more = True
-                    owner.connection.deltas.append(Delta(owner.number, 0, "", [], prompt_logprobs=prompt_logprobs))
+                    if prompt_logprobs.parts:
+                        prompt_logprobs.more = True
+                        owner.connection.deltas.append(Delta(owner.number, 0, "", [], prompt_logprobs=prompt_logprobs))
                     self._late.append(output)
                     late.add(request_id)
                     continue
