@@ -11,7 +11,7 @@ from small_runs import measured, probe
 
 from experiments import ablation
 from experiments.lab.measure import profile_pass, subjects
-from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
+from experiments.lab.measure.profile import ROLES, KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
 from experiments.lab.show import report
 from experiments.lab.show.figures import stacks as profile_figure
 from experiments.lab.store import result as store
@@ -96,6 +96,8 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_fma_kernel", "_fma_kernel", "linear"),
         ("_dot_kernel", "_dot_kernel", "linear"),
         ("_split_rows_kernel", "_split_rows_kernel", "attention"),
+        *((name, name, "adapter") for name in ("_group_kernel", "_shrink_kernel", "_expand_kernel")),
+        ("grouped_kernel", "grouped_kernel", "other"),  # of experts
         *((name, name, "sample") for name in ("_maxima", "guess", "gather", "find_cut", "_weigh", "_pick")),
         ("_gather", "_gather", "rows"),  # of a step's input
         ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "rows"),
@@ -298,6 +300,15 @@ def test_pieces_of_a_bar_add_up_to_the_step():
     profile = given().info.profiles[0]
     pieces = profile_figure._pieces(replace(profile, busy_us=sum(r.us for r in given().kernels[:18])), given().kernels)
     assert sum(pieces.values()) == pytest.approx(profile.profiled_us)
+
+
+def test_what_had_no_role_when_it_was_stored_has_its_own_when_shown_and_no_two_roles_look_alike():
+    old = KernelRow("new", "concurrency=8", "other", "_expand_kernel", 112.0, 634.0)
+    assert by_role([old]) == {"adapter": 634.0}
+    looks = profile_figure.LOOKS
+    assert set(ROLES) < set(looks)
+    assert len({(look["color"], look.get("hatch")) for look in looks.values()}) == len(looks)
+    assert len({looks[role]["color"] for role in ROLES}) == len(ROLES)
 
 
 def test_kernels_that_overlap_are_said_to():

@@ -26,7 +26,7 @@ STEP = "decode step"  # the annotation around one
 VLLM_STEP = "execute_context"  # begins that of vLLM
 STEPS = 25  # that are profiled
 CALM = 8  # decode steps before them, and between two looks
-ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "other")
+ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "adapter", "other")
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
 # kernels some are named by how they work: those of gemv.py, and of the sampler all.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
@@ -36,6 +36,7 @@ _ROLE_PATTERNS = (
         r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$",
     ),
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
+    ("adapter", r"^_(group|shrink|expand)_kernel$"),
     ("attention", r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla_decode|^_split_rows_kernel$"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
     ("norm", r"norm|rsqrt"),

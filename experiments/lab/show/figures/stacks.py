@@ -102,7 +102,7 @@ BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
 LOOKS: dict[str, dict[str, str]] = {
     **{role: {"color": colour, "hatch": frame.HATCHES[i % len(frame.HATCHES)]}
        for i, (role, colour) in enumerate(zip(ROLES, frame.COLOURS, strict=False))},
-    "other": {"color": "#F0E442", "hatch": "**"},
+    "other": {"color": frame.INK, "hatch": "**"},
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
