@@ -38,6 +38,8 @@ def test_intervals_are_of_what_varies_between_processes():
     apart = {(process, repeat): 10.0 + 5 * process for process in range(3) for repeat in range(4)}
     one_process = {(0, repeat): value for repeat, value in enumerate([10.0, 15.0, 20.0])}
     found = intervals([apart, one_process, {(0, 0): 3.0}])
+    assert not found.caps
+    assert intervals([{(0, 0): 3.0, (0, 1): 3.1}]).caps == {"capsize": 0}
     whole = stats.estimate([10.0, 15.0, 20.0])
     assert found.medians == [15.0, 15.0, 3.0]
     for errors, distance in zip(found.errors, (15 - whole.low, whole.high - 15), strict=True):
@@ -76,6 +78,9 @@ def test_bars_and_log_axes_are_held_likewise():
     assert lines.get_yscale() == "log"
     low, high = lines.get_ylim()
     assert min(ends(lines, 1)) < 0.1 < low < high < 10 < max(ends(lines, 1))
+    (of_two,) = axes_of([panel], given(WIDE[:2]))
+    low, high = of_two.get_ylim()
+    assert min(ends(of_two, 1)) < 0.5 < low < high < 2.5 < max(ends(of_two, 1)), "medians go from 0.9 to 1.7"
 
 
 @pytest.mark.slow

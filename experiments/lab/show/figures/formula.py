@@ -41,9 +41,9 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     info = result.info
     found = (_over_metric if panel.x in info.metrics else _over_setting)(panel, panel.x, result)
     for one in found:
-        style = line_style(one.colour, 0)
         points = intervals(one.speedups, stats.factors)
-        ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **{**style, "linestyle": "none"})
+        style = line_style(one.colour, 0) | points.caps | {"linestyle": "none"}
+        ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **style)
         ax.plot(*one.line, color=style["color"], linewidth=1.1)
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")

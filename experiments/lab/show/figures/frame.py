@@ -22,6 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
@@ -46,6 +47,7 @@ MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
 ROOM = 1.05  # times the highest value an axis from 0 reaches
 SPARE = 2.0  # times what is measured it reaches at most, whatever its intervals
+EDGE = 1.25  # times what rules it, beyond which all else runs off
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
 
@@ -170,19 +172,23 @@ def near_one(axis: Axis, ax: Axes, ticks: int) -> bool:
 
 
 def _hold(ax: Axes, is_x: bool, log: bool) -> None:
-    """What is measured rules an axis. Intervals that are very wide beside it run off, where whole they would press
-    everything else flat: from 0 on there is as much room for them again, on a log axis on either side."""
+    """What is measured rules an axis, and so do intervals with caps that are not very wide beside it. Others run off:
+    whole they would press everything else flat."""
     caps = [cap for each in ax.containers if isinstance(each, ErrorbarContainer) for cap in each.lines[1]]
-    lines = [line for line in ax.lines if line not in caps]
-    places = [np.asarray(line.get_xdata() if is_x else line.get_ydata(), dtype=np.float64) for line in lines]
-    drawn = [place for each in places for place in each.tolist() if place > 0]
+    drawn = _places([line for line in ax.lines if line not in caps], is_x)
     if drawn:
-        low, high = min(drawn), max(drawn)
-        spare = max(SPARE, high / low) if log else SPARE
-        least, most = low / spare if log else 0.0, high * spare
+        low, high = min(drawn) / SPARE, max(drawn) * SPARE
+        ends = [*drawn, *_places(caps, is_x)]
+        least, most = max(low, min(ends) / EDGE) if log else 0.0, min(high, max(ends) * EDGE)
         start, end = ax.get_xlim() if is_x else ax.get_ylim()
         if start < least or end > most:
             (ax.set_xlim if is_x else ax.set_ylim)(max(start, least), min(end, most))
+
+
+def _places(lines: Iterable[Line2D], is_x: bool) -> list[float]:
+    """Along an axis, of those above 0."""
+    found = [np.asarray(line.get_xdata() if is_x else line.get_ydata(), dtype=np.float64) for line in lines]
+    return [place for each in found for place in each.tolist() if place > 0]
 
 
 def log_ticks(axis: Axis, span: float) -> None:

@@ -48,7 +48,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
             y = intervals(repeats, estimate)
             text = ", ".join(part for part in (label if len(variants) > 1 else "", rest) if part)
             style = line_style(row, kind)
-            line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style)
+            line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style | y.caps)
             frame.says(line, [tip(text, plain(place), values, estimate) for place, values in found])
     if numeric:
         log = panel.log_x and min(place_of.values(), default=1) > 0
@@ -82,7 +82,7 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         names, all_x, all_y = zip(*measured[variant], strict=True)
         x, y = intervals(all_x, of_x), intervals(all_y, of_y)
         style = line_style(row, 0)
-        line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
+        line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style | y.caps)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
         if not named and _alike(result, names):
             key = _only_key(result, names)
@@ -174,6 +174,7 @@ def _rest(settings: Mapping[str, Any], x: str) -> str:
 Repeats = Mapping[Turn, float]
 Estimator = Callable[[Repeats], Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
+ENOUGH = 3  # values that were drawn apart: an interval of two is wide by chance, has no caps, and rules no axis
 
 
 class Intervals(NamedTuple):
@@ -182,6 +183,7 @@ class Intervals(NamedTuple):
 
     medians: list[float]
     errors: tuple[list[float], list[float]]
+    caps: dict[str, Any]  # what their style has of them
 
 
 def of_metric(metric: Metric | None) -> Estimator:
@@ -194,7 +196,8 @@ def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Inte
     found = [of(repeats) for repeats in values]
     below = [math.nan if e.low is None else e.median - e.low for e in found]
     above = [math.nan if e.high is None else min(e.high - e.median, WILD * abs(e.median)) for e in found]
-    return Intervals([e.median for e in found], (below, above))
+    few = any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e in found)
+    return Intervals([e.median for e in found], (below, above), {"capsize": 0} if few else {})
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
