@@ -217,6 +217,17 @@ def test_rows_that_no_claim_names_fill_the_picture_of_effects():
     assert "concurrency=1" not in [e.cell[1] for e in effects.shown(result(sizes=(1, 2, 8), gates=failed), 5)]
 
 
+def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
+    variants = {"vllm": "vLLM", "vllm_base": "vLLM, too", **VARIANTS}  # each 1.5 times as fast as the one before it
+    kinds = {name: {"kind": "vllm"} if name.startswith("vllm") else {} for name in variants}
+    given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.0)
+    (line, *_) = pages._beside_others(given)
+    beside = r"{} [\d,]+ \S+ {}x as good as {} \([^)]+\)"
+    new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
+    base = beside.format("whole prompts", r"1\.50", "vLLM, too")
+    assert re.search(f"concurrency 8: {new}; {base}\\.$", line)
+
+
 # Tables
 
 

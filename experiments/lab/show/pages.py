@@ -114,24 +114,27 @@ def _not_counted(result: Result) -> list[str]:
 
 
 def _beside_others(result: Result) -> list[str]:
-    """The first claim's figure beside those of peers at the same point, the original project's, and what is to be
-    reached."""
+    """The first claim's figure, and at the same point those of variants with namesakes among the peers', beside theirs;
+    the original project's; and what is to be reached."""
     info, beside = result.info, []
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
+        compared: dict[str, list[str]] = {}
         for peer in effects.peers(info):
-            pair = effects.between(result, metric, effect.cell, (peer, point))
-            if peer != variant and pair.gain and pair.base:
-                theirs, peer = wording.value(pair.base.median, metric, info), _named(info, peer)
-                beside.append(
-                    f"{wording.number(pair.gain.median)}x as good as {peer} ({theirs})"
+            own = effects.namesake(info, peer) or variant
+            pair = effects.between(result, metric, (own, point), (peer, point))
+            if peer != own and pair.gain and pair.own and pair.base:
+                ours, theirs = (wording.value(each.median, metric, info) for each in (pair.own, pair.base))
+                name, gain = _named(info, peer), pair.gain
+                compared.setdefault(f"{info.variants[own]} {ours}", []).append(
+                    f"{wording.number(gain.median)}x as good as {name} ({theirs})"
                     if pair.told
-                    else f"not told apart from {peer} ({theirs}; {wording.interval(pair.gain, 'x')} as good)"
+                    else f"not told apart from {name} ({theirs}; {wording.interval(gain, 'x')} as good)"
                 )
-        if beside and effect.own:
+        if compared:
             at = f" at {wording.point(point)}" if point else ""
-            own = f"{info.variants[variant]} {wording.value(effect.own.median, metric, info)}"
-            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {own}, {', '.join(beside)}."]
+            said = "; ".join(", ".join([own, *theirs]) for own, theirs in compared.items())
+            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {said}."]
     return [
         *(beside or ["**Peers**: none ran beside it."]),
         *([f"**The original project**: {info.original}."] if info.original else []),
