@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.spec import VARIANT_KEYS, ClaimSpec, PanelKind, PanelSpec, PlotSpec
+from mini_infer.core.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "mini_infer/assets/README.md"])
@@ -65,6 +67,18 @@ def test_each_mechanism_shows_its_file_and_the_picture_of_its_report() -> None:
         assert QUOTE.search(text), page
         assert re.search(r"!\[[^]]+\]\(\.\./\.\./reports/figures/[^)]+\.png\)", text), page
         assert "experiment=" in text, page
+
+
+def test_what_is_said_to_make_it_fast_can_be_set() -> None:
+    """Settings of a line that stand together are meant together."""
+    setting = r"\w+\.\w+=[^`\s]+"
+    spans = re.findall(f"`({setting}(?: {setting})*)`", (ROOT / "docs" / "performance.md").read_text())
+    assert len(spans) > 5
+    for span in spans:
+        tree: dict[str, dict[str, object]] = {}
+        for section, key, value in re.findall(r"(\w+)\.(\w+)=(\S+)", span):
+            tree.setdefault(section, {})[key] = yaml.safe_load(value)
+        EngineConfig.from_dict(tree)
 
 
 def exercises() -> list[tuple[str, str, str]]:
