@@ -59,9 +59,8 @@ class ErrorGate:
     error: float  # the largest ||x - reference|| / ||reference|| of any row
     allowed: float  # what it may be at most
     against: str  # the reference, in words
-    # equal_rows, rows: of logits, rows whose largest one, the greedy token, is the reference's.
-    equal_rows: int = 0
-    rows: int = 0
+    equal_rows: int = 0  # of logits, whose largest one, the greedy token, is the reference's
+    rows: int = 0  # of logits
 
     @property
     def passed(self) -> bool:

@@ -26,7 +26,7 @@ ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, s
 
 @dataclass(frozen=True)
 class RateSearch:
-    # low_per_s, high_per_s: the range of rates; without it nothing is searched.
+    # The range of rates; without it nothing is searched.
     low_per_s: float | None = None
     high_per_s: float | None = None
     share: float = 0.9  # of the requests, which must keep every bound of experiment.slo

@@ -78,7 +78,7 @@ class HostUse:
     client_s: float  # of all processes of the load client
     client_busy: float  # of the busiest of them, over the time from the start to its last answer
     tells_cached: bool  # whether the server said how much of each prompt was in its prefix cache
-    # api_s, engine_s: of the server's two processes; None of a server that is not ours.
+    # Of the server's two processes; None of a server that is not ours.
     api_s: float | None = None
     engine_s: float | None = None
 

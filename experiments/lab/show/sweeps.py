@@ -95,9 +95,8 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
 
 @dataclass(frozen=True)
 class Beside:
-    # name, label: of the metric on this page.
-    name: str
-    label: str
+    name: str  # of the metric on this page
+    label: str  # likewise
     experiment: str
     metric: str
     # What a point of the other experiment says, of its settings or of a named point.
