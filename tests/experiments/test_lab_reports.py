@@ -222,7 +222,7 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     kinds = {name: {"kind": "vllm"} if name.startswith("vllm") else {} for name in variants}
     given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.0)
     (line, *_) = pages._beside_others(given)
-    beside = r"{} [\d,]+ \S+ {}x as good as {} \([^)]+\)"
+    beside = r"{} [\d,]+, {}x as good as {} \([\d,]+\)"
     new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
     base = beside.format("whole prompts", r"1\.50", "vLLM, too")
     assert re.search(f"concurrency 8: {new}; {base}\\.$", line)
