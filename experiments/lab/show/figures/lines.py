@@ -174,7 +174,7 @@ def _rest(settings: Mapping[str, Any], x: str) -> str:
 Repeats = Mapping[Turn, float]
 Estimator = Callable[[Repeats], Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
-ENOUGH = 3  # values that were drawn apart: an interval of two is wide by chance, has no caps, and rules no axis
+ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance: a thin line that rules no axis
 
 
 class Intervals(NamedTuple):
@@ -197,7 +197,7 @@ def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Inte
     below = [math.nan if e.low is None else e.median - e.low for e in found]
     above = [math.nan if e.high is None else min(e.high - e.median, WILD * abs(e.median)) for e in found]
     few = any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e in found)
-    return Intervals([e.median for e in found], (below, above), {"capsize": 0} if few else {})
+    return Intervals([e.median for e in found], (below, above), {"capsize": 0, "elinewidth": 0.8} if few else {})
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
