@@ -116,7 +116,7 @@ def test_any_ranks_and_stages_give_the_same_bits(make_engine: MakeEngine) -> Non
     """Four ranks send sums of few rows in one shot, and of more in two."""
     layouts = ({"tensor": 1}, {"tensor": 4}, {"tensor": 1, "pipeline": 2}, {"tensor": 2, "pipeline": 2})
     shape = {**SHAPE, "num_hidden_layers": 2}
-    one, *others = (answers(make_engine, shape, layout, slice(2, 3)) for layout in layouts)
+    one, *others = (answers(make_engine, shape, layout, slice(1, 3)) for layout in layouts)
     assert [other == one for other in others] == [True] * 3
 
 
