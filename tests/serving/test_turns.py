@@ -79,6 +79,20 @@ def test_long_answers_are_written_a_block_at_a_time_whosever_they_are() -> None:
     asyncio.run(main())
 
 
+def begin(streams: list[Stream], render: Any) -> tuple[asyncio.Future[None], list[bytes]]:
+    """An answer that is being written, and what has been written of it."""
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    answer = EventStream(streams, render, Running(), "id")  # type: ignore[arg-type]
+    return asyncio.ensure_future(answer({}, receive, send)), sent
+
+
 def test_no_event_of_a_batch_begins_within_another_one() -> None:
     """Prompts of one request share an answer, and a long event is written in blocks."""
     num_long, num_blocks = 2, 5
@@ -94,16 +108,7 @@ def test_no_event_of_a_batch_begins_within_another_one() -> None:
 
     async def main() -> bytes:
         streams = [Stream(1, 1, lambda: None) for _ in range(num_long + 1)]
-        sent: list[bytes] = []
-
-        async def receive() -> Any:
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-
-        answer = EventStream(streams, Render(), Running(), "id")  # type: ignore[arg-type]
-        writing = asyncio.ensure_future(answer({}, receive, send))
+        writing, sent = begin(streams, Render())
         for stream in streams[:num_long]:
             stream.put(Delta(0, 0, "", [1], finish_reason="length"))
         for number in range(20):
@@ -134,16 +139,7 @@ def test_a_deadline_within_a_long_event_comes_behind_it(prompts: int, ending: st
     async def main() -> bytes:
         streams = [Stream(1, 1, lambda: None) for _ in range(prompts)]
         streams[0].deadline = asyncio.get_running_loop().time() + 0.003
-        sent: list[bytes] = []
-
-        async def receive() -> Any:
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-
-        answer = EventStream(streams, Render(), Running(), "id")  # type: ignore[arg-type]
-        writing = asyncio.ensure_future(answer({}, receive, send))
+        writing, sent = begin(streams, Render())
         streams[0].put(Delta(0, 0, "", [1], finish_reason=ending))
         await writing
         return b"".join(sent)
