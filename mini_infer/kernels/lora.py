@@ -18,6 +18,9 @@ from torch import Tensor
 
 from mini_infer.core.request import NO_ADAPTER
 
+_SPAN, _LONG_SPAN = 16, 64  # tokens
+_MANY = 512  # tokens of a step, above which spans are long
+
 
 class LoraWeights(NamedTuple):
     """Of one product, of all slots, which lie any distance apart."""
@@ -36,14 +39,16 @@ class Groups(NamedTuple):
 
 
 def new_groups(num_slots: int, most_tokens: int, device: torch.device) -> Groups:
+    """Room for steps of up to so many tokens."""
     order = torch.zeros(most_tokens, dtype=torch.int32, device=device)
-    return Groups(order, torch.zeros(num_slots + most_tokens // 16, 3, dtype=torch.int32, device=device), num_slots)
+    spans = torch.zeros(num_slots + most_tokens // _SPAN, 3, dtype=torch.int32, device=device)
+    return Groups(order, spans, num_slots)
 
 
 def span(num_tokens: int) -> int:
     """Tokens of one adapter that a program takes at most: few where a step has few, so that programs work side by side,
     and else more, so that its weights are not read again for each few of them."""
-    return 16 if num_tokens <= 512 else 64
+    return _SPAN if num_tokens <= _MANY else _LONG_SPAN
 
 
 def most_spans(slots: int, num_tokens: int) -> int:
