@@ -16,7 +16,7 @@ from made_up_trace import trace
 
 from experiments.lab.judge import validity
 from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, StepProfile
+from experiments.lab.measure.profile import CALM, STEP, STEPS, NoProfile
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
 from experiments.lab.workloads import Item
@@ -307,8 +307,7 @@ class Profiled(InProcess):
 def test_its_kernels_stand_beside_ours(tmp_path):
     engine = Profiled(tmp_path)
     subject = VLLM(engine, lambda output_tokens: output_tokens, {}, tmp_path)
-    found = subject.profile([(1, 2), (3,)], "vllm", "batch 2")
-    profile, kernels = StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
+    profile, kernels = subject.profile([(1, 2), (3,)], "vllm", "batch 2")
     assert (profile.variant, profile.point, profile.rows, profile.busy_us) == ("vllm", "batch 2", 2, pytest.approx(87))
     assert {row.role for row in kernels} == {"linear", "attention", "sample"}
     assert (engine.started_at, engine.stopped_at - engine.started_at) == (CALM + STEPS, STEPS)
@@ -316,5 +315,6 @@ def test_its_kernels_stand_beside_ours(tmp_path):
 
 
 def test_without_room_to_decode_there_is_no_profile(tmp_path):
-    found = VLLM(Profiled(tmp_path, 100), lambda output_tokens: output_tokens, {}, tmp_path).profile([(1,)], "v", "p")
-    assert found == {"why": "the model's length leaves 99 tokens after the longest prompt"}
+    subject = VLLM(Profiled(tmp_path, 100), lambda output_tokens: output_tokens, {}, tmp_path)
+    with pytest.raises(NoProfile, match="the model's length leaves 99 tokens after the longest prompt"):
+        subject.profile([(1,)], "v", "p")

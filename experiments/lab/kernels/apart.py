@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,16 +23,15 @@ class KernelPeer:
 
     @torch.inference_mode()
     def prepare(
-        self, case: str, shape: dict[str, Any], dtype: str, variant: str, seed: int, kind: str
-    ) -> dict[str, Any]:
-        """Makes the inputs that the other implementations get. `case` is module:class. Returns whether the calls are
-        captured, and the largest error of a row, before they were timed and after it."""
+        self, case: type[Case], shape: Mapping[str, Any], dtype: torch.dtype, variant: str, seed: int, kind: str
+    ) -> tuple[bool, float]:
+        """Makes the inputs that the other implementations get. Returns whether the calls are captured, and the largest
+        error of a row, before they were timed and after it."""
         self._timer = None  # and the inputs of the shape before
         gc.collect()
         torch.manual_seed(seed)
-        module, _, name = case.partition(":")
         device = torch.device(kind)
-        made: Case = getattr(importlib.import_module(module), name)(shape, getattr(torch, dtype), device)
+        made = case(shape, dtype, device)
         copies = copies_needed(made.work.bytes, device)
         made.allocate(copies)
         implementation = made.implementation(variant)
@@ -44,7 +42,7 @@ class KernelPeer:
         first.zero_()  # a plan that is used up computes nothing from the second call on
         error = worst((error, made.error(implementation.run(0))))
         self._timer = timer
-        return {"error": error, "captured": timer.captured}
+        return timer.captured, error
 
     @torch.inference_mode()
     def sample_us(self) -> float:
@@ -92,18 +90,10 @@ class Apart:
             except PeerAbsent as why:
                 self._absent = str(why)
                 raise VariantAbsent(self._absent) from why
-        cls = type(case)
-        found = self._process.call(
-            "prepare a kernel",
-            "prepare",
-            case=f"{cls.__module__}:{cls.__name__}",
-            shape=dict(case.shape),
-            dtype=str(case.dtype).removeprefix("torch."),
-            variant=variant,
-            seed=seed,
-            kind=case.device.type,
-        )
-        return ApartTimer(self._process, found["captured"]), found["error"]
+        captured, error = self._process.call("prepare a kernel", "prepare", case=type(case), shape=case.shape,
+                                             dtype=case.dtype, variant=variant, seed=seed,
+                                             kind=case.device.type)  # fmt: skip
+        return ApartTimer(self._process, captured), error
 
     def close(self) -> None:
         if self._process is not None:

@@ -15,8 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.load.clients import Target
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers import base
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
 
@@ -31,22 +31,21 @@ class Bench:
 
     def bench(
         self,
-        target: Mapping[str, Any],
+        target: Target,
         prompts: Sequence[Sequence[int]],
         output_tokens: int,
         concurrency: int,
         salt: str,
-    ) -> dict[str, Any]:
-        """A packed Served."""
+    ) -> Served:
         body = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
             arguments = [
                 "--backend=openai",
-                f"--base-url=http://{target['host']}:{target['port']}",
-                f"--endpoint={target['path']}",
-                f"--model={target['model']}",
+                f"--base-url=http://{target.host}:{target.port}",
+                f"--endpoint={target.path}",
+                f"--model={target.model}",
                 "--skip-tokenizer-init",
                 "--dataset-name=custom",
                 f"--dataset-path={file}",
@@ -59,7 +58,7 @@ class Bench:
                 "--disable-tqdm",
             ]
             found = self._serve.main(self._parser.parse_args(arguments))
-        return base.pack_served(read(found, prompts, output_tokens))
+        return read(found, prompts, output_tokens)
 
 
 def read(found: Mapping[str, Any], prompts: Sequence[Sequence[int]], output_tokens: int) -> Served:

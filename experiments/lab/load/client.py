@@ -15,7 +15,6 @@ from experiments.lab.load.clients import Target
 from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers import base
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
@@ -199,16 +198,16 @@ class Client:
         self._target = target
         self._loop = asyncio.new_event_loop()
 
-    def prepare(self, items: list[dict[str, Any]], salt: str, places: int) -> None:
+    def prepare(self, items: Sequence[Item], salt: str, places: int) -> None:
         self._places = places
-        self._drive = Drive(base.unpack_items(items), self._target, salt)
+        self._drive = Drive(items, self._target, salt)
         self._loop.run_until_complete(self._drive.connect(places))
 
-    def go(self, start: float) -> dict[str, Any]:
-        served, cpu_s, tells_cached = self._loop.run_until_complete(self._drive.run(start, self._places))
-        return {"served": base.pack_served(served), "cpu_s": cpu_s, "tells_cached": tells_cached}
+    def go(self, start: float) -> tuple[Served, float, bool]:
+        """As Drive.run."""
+        return self._loop.run_until_complete(self._drive.run(start, self._places))
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
     """For a process of its own. `config` is nothing for it."""
-    return Client(Target(**settings["target"]))
+    return Client(settings["target"])

@@ -8,13 +8,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.lab.measure import hardware
 from experiments.lab.measure.schedule import lead_s
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
-from experiments.lab.peers import base
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
@@ -77,7 +76,7 @@ class Clients:
         self._together(
             [
                 lambda process=process, share=share: process.call(  # type: ignore[misc]
-                    "connect", "prepare", items=base.pack_items(share.items), salt=salt, places=share.places
+                    "connect", "prepare", items=share.items, salt=salt, places=share.places
                 )
                 for process, share in zip(processes, shares, strict=True)
             ]
@@ -100,7 +99,7 @@ class Clients:
         return min(wanted, in_flight)
 
     def _start(self) -> PeerProcess:
-        return PeerProcess("the load client", MODULE, EngineConfig(), self._settings, target=asdict(self._target))
+        return PeerProcess("the load client", MODULE, EngineConfig(), self._settings, target=self._target)
 
     def _together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
@@ -136,15 +135,16 @@ def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share
     return [share for share in shares if share.items]
 
 
-def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: float, items: Sequence[Item]) -> Served:
+def _joined(
+    shares: Sequence[Share], replies: Sequence[tuple[Served, float, bool]], start: float, items: Sequence[Item]
+) -> Served:
     traces: dict[int, RequestTrace] = {}
-    parts = [base.unpack_served(reply["served"]) for reply in replies]
+    parts, cpu, tells_cached = zip(*replies, strict=True)
     for share, part in zip(shares, parts, strict=True):
         traces |= {
             index: replace(trace, request_id=f"{trace.name or 'request'}-{index}")
             for index, trace in zip(share.indices, part.requests, strict=True)
         }
-    cpu = [float(reply["cpu_s"]) for reply in replies]
     return Served(
         tuple(traces[index] for index in sorted(traces)),
         min((trace.arrival for trace in traces.values()), default=start),
@@ -154,6 +154,6 @@ def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: f
         host=HostUse(
             client_s=sum(cpu),
             client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
-            tells_cached=all(reply["tells_cached"] for reply in replies),
+            tells_cached=all(tells_cached),
         ),
     )

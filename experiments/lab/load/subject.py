@@ -8,14 +8,13 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from experiments.lab.load.clients import Clients, Target
 from experiments.lab.load.server import cpu_seconds
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers import base
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
@@ -100,16 +99,16 @@ class Bench:
         lengths = {item.output_tokens for item in items}
         if len(lengths) > 1:
             raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
-        found = self._process.call(
+        found: Served = self._process.call(
             "serve",
             "bench",
-            target=asdict(self._server.target),
+            target=self._server.target,
             prompts=[list(item.prompt) for item in items],
             output_tokens=lengths.pop(),
             concurrency=concurrency,
             salt=self._server.salt,
         )
-        return base.unpack_served(found)
+        return found
 
     def forget(self) -> None:
         self._server.forget()

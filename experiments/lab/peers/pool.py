@@ -24,7 +24,7 @@ import torch
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
@@ -61,10 +61,10 @@ class Lease:
         """Raises NoProfile, as profile_pass does, and PeerError."""
         assert isinstance(self.process, PeerProcess)
         prompts = [list(item.prompt) for item in items]
-        found = self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
-        if "why" in found:
-            raise NoProfile(found["why"])
-        return StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
+        found: tuple[StepProfile, list[KernelRow]] = self.process.call(
+            "be profiled", "profile", prompts=prompts, variant=variant, point=point
+        )
+        return found
 
     def close(self) -> None:
         self.end()

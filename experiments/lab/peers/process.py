@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers import base
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
@@ -68,28 +68,32 @@ class PeerProcess:
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise ConfigError(f"{name} cannot be started with peers.*.python={command[0]}: {error}") from error
-        self._send(op="open", config=config.to_dict(), settings={**asdict(settings), **more})
+        self._send("open_peer", config=config, settings={**asdict(settings), **more})
         if wait:
             self.ready()
 
     def ready(self) -> None:
         """To be called once, where it was not waited for. Raises as __init__ does."""
-        self.about: Mapping[str, Any] = self._receive("start")["about"]
+        self.about: Mapping[str, Any] = self._receive("start")
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        reply = self._ask("serve", op="serve", items=base.pack_items(items), concurrency=concurrency)
-        return base.unpack_served(reply["served"])
+        found: Served = self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
+        return found
 
     def forget(self) -> None:
-        self._ask("forget its prefix cache", op="forget")
+        self.call("forget its prefix cache", "forget")
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
-        """What a method of the peer returns, for those that can more than serve. Arguments and result are plain.
+        """What a method of the peer returns. Raises NoProfile as it does.
 
         Args:
             what: it does, for errors.
         """
-        return self._ask(what, op="call", method=method, arguments=arguments)["result"]
+        self._send(method, **arguments)
+        found = self._receive(what)
+        if isinstance(found, NoProfile):
+            raise found
+        return found
 
     @property
     def alive(self) -> bool:
@@ -110,50 +114,38 @@ class PeerProcess:
             time.sleep(0.02)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _ask(self, what: str, **request: Any) -> dict[str, Any]:
-        self._send(**request)
-        return self._receive(what)
-
-    def _send(self, **request: Any) -> None:
+    def _send(self, method: str, **arguments: Any) -> None:
         assert self._process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                pickle.dump((method, arguments), self._process.stdin)
                 self._process.stdin.flush()
         except BaseException:
             self.close()
             raise
 
-    def _receive(self, what: str) -> dict[str, Any]:
+    def _receive(self, what: str) -> Any:
         assert self._process.stdout is not None
         timer = threading.Timer(self._timeout_s, self._expire)
         timer.daemon = True
         timer.start()
         try:
             try:
-                line = self._process.stdout.readline()
+                reply = pickle.load(self._process.stdout)
+            except (EOFError, pickle.UnpicklingError):  # it has ended, perhaps in the middle of a word
+                ended = f"its process ended with code {self._process.wait()}"
+                late = f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)"
+                reply = PeerError(late if self._expired else ended)
             finally:
                 timer.cancel()
-            return self._checked(what, line)
+            if isinstance(reply, PeerError):
+                raise PeerError(f"{self.name} could not {what}: {reply}.{self._last_words()}")
+            if isinstance(reply, (PeerAbsent, ConfigError)):
+                raise reply
+            return reply
         except BaseException:
             self.close()
             raise
-
-    def _checked(self, what: str, line: bytes) -> dict[str, Any]:
-        if not line:
-            if self._expired:
-                why = f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)"
-            else:
-                why = f"its process ended with code {self._process.wait()}"
-            raise PeerError(f"{self.name} could not {what}: {why}.{self._last_words()}")
-        reply: dict[str, Any] = json.loads(line)
-        if "absent" in reply:
-            raise PeerAbsent(reply["absent"])
-        if reply.get("config"):
-            raise ConfigError(reply["error"].partition(": ")[2])
-        if "error" in reply:
-            raise PeerError(f"{self.name} could not {what}: {reply['error']}.{self._last_words()}")
-        return reply
 
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]

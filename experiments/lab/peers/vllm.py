@@ -16,11 +16,10 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
+from experiments.lab.measure.profile import CALM, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
@@ -83,13 +82,15 @@ class VLLM:
                 raise RuntimeError("vLLM does not give its prefix cache up, though no request is running")
             time.sleep(0.01)
 
-    def profile(self, prompts: Sequence[Sequence[int]], variant: str, point: str) -> dict[str, Any]:
-        """Decodes all prompts together, some steps without vLLM's profiler and some under it, and aborts them. Returns
-        a StepProfile and KernelRows as dicts, or why there are none."""
+    def profile(
+        self, prompts: Sequence[Sequence[int]], variant: str, point: str
+    ) -> tuple[StepProfile, list[KernelRow]]:
+        """Decodes all prompts together, some steps without vLLM's profiler and some under it, and aborts them. Raises
+        NoProfile."""
         engine = self._engine
         room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
         if room < 4 * (STEPS + CALM):
-            return {"why": f"the model's length leaves {room} tokens after the longest prompt"}
+            raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt")
         names = [f"profile-{self._count()}-{index}" for index in range(len(prompts))]
         try:
             for name, prompt in zip(names, prompts, strict=True):
@@ -98,7 +99,7 @@ class VLLM:
             while calm < CALM:
                 calm = calm + 1 if len(engine.step()) == len(prompts) else 0
                 if not engine.has_unfinished_requests():
-                    return {"why": f"vLLM does not decode {len(prompts)} requests together"}
+                    raise NoProfile(f"vLLM does not decode {len(prompts)} requests together")
             start = time.perf_counter()
             self._decode()
             plain_us = 1e6 * (time.perf_counter() - start) / STEPS
@@ -108,11 +109,7 @@ class VLLM:
         finally:
             engine.abort_request(names)
         newest = max(self._traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        try:
-            found, kernels = analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
-        except NoProfile as why:
-            return {"why": str(why)}
-        return {"profile": asdict(found), "kernels": [asdict(row) for row in kernels]}
+        return analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
 
     def _decode(self) -> None:
         for _ in range(STEPS):

@@ -1,12 +1,7 @@
 """A peer in a process of its own: `python -m experiments.lab.peers.worker <module with open_peer>`.
 
-One JSON document a line comes in on stdin, and an answer to each goes out on stdout:
-
-    {"op": "open", "config": ..., "settings": ...}       -> {"about": ...}, or {"absent": why}
-    {"op": "serve", "items": ..., "concurrency": ...}    -> {"served": ...}
-    {"op": "forget"}                                     -> {}
-    {"op": "call", "method": ..., "arguments": ...}      -> {"result": ...}
-    whatever fails                                       -> {"error": why, "config": whether a setting is to blame}
+Pickles of (method, arguments) come in on stdin, `open_peer` first, and the answer to each goes out on stdout: what the
+method returned, or an exception.
 
 Both pipes are taken away from everybody else first: what a library prints goes to stderr. The end of stdin, whatever
 has ended the parent, kills this process and all that it has started: a peer has nothing to save, and the GPU is free.
@@ -16,65 +11,59 @@ Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
-import json
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.schedule import from_outside
-from experiments.lab.peers import base
-from experiments.lab.peers.base import PeerAbsent, Subject
-from mini_infer.core.config import EngineConfig
+from experiments.lab.peers.base import PeerAbsent, PeerError
 from mini_infer.core.errors import ConfigError
 
 
 class Worker:
     def __init__(self, module: str) -> None:
         self._module = module
-        self._peer: Subject | None = None
+        self._peer: Any = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """What there is to tell of an unforeseen error is a PeerError's."""
         try:
-            return self._do(request)
-        except PeerAbsent as error:
-            return {"absent": str(error)}
+            return self._do(method, arguments)
+        except (PeerAbsent, ConfigError, NoProfile) as error:
+            return error
         except Exception as error:
             traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}", "config": isinstance(error, ConfigError)}
+            return PeerError(f"{type(error).__name__}: {error}")
 
-    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request["op"] == "open":
-            peer = importlib.import_module(self._module).open_peer(
-                EngineConfig.from_dict(request["config"]), request["settings"]
-            )
-            self._peer = peer
+    def _do(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        if method == "open_peer":
+            self._peer = importlib.import_module(self._module).open_peer(**arguments)
             gc.collect()
             gc.freeze()  # the collector never looks at what start-up has made; the engine is measured so, too
-            return {"about": dict(peer.about)}
-        assert self._peer is not None
-        if request["op"] == "forget":
-            self._peer.forget()
-            return {}
-        if request["op"] == "call":
-            return {"result": getattr(self._peer, request["method"])(**request["arguments"])}
-        items = base.unpack_items(request["items"])
-        gc.collect()
-        return {"served": base.pack_served(from_outside(self._peer.serve, items, request["concurrency"]))}
+            return dict(self._peer.about)
+        if method == "serve":
+            gc.collect()
+            return from_outside(self._peer.serve, **arguments)
+        return getattr(self._peer, method)(**arguments)
 
 
 def main() -> None:
     commands, replies = _take_pipes()
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()
     worker = Worker(sys.argv[1])
     while True:
-        replies.write(json.dumps(worker.answer(json.loads(inbox.get()))).encode() + b"\n")
+        pickle.dump(worker.answer(*inbox.get()), replies)
         replies.flush()
 
 
@@ -91,9 +80,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return open(commands, "rb", closefd=False), open(replies, "wb", closefd=False)
 
 
-def _listen(commands: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
-    for line in commands:
-        inbox.put(line)
+def _listen(commands: BinaryIO, inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            inbox.put(pickle.load(commands))
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
