@@ -20,7 +20,7 @@ from experiments.lab import axes, check, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
-from experiments.lab.measure.simulated import Pass, Setup, Simulator
+from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -232,14 +232,14 @@ class Capacity(Experiment):
             blocks = sum(-(-(len(item.prompt) + item.output_tokens) // size) for item in self._items)
             limits = replace(setup.limits, num_blocks=max(blocks, setup.limits.num_blocks))
             items = [replace(item, arrival_s=None) for item in self._items]
-            served = Pass(replace(setup, limits=limits).cluster(), items).run(1)
+            served = drive(replace(setup, limits=limits).cluster(), items, 1)
             due = [_arrived_at(*one) for one in zip(served.requests, self._items, strict=True)]
             self._alone[key] = self._planned(settings, 1, replace(served, requests=tuple(due)), setup, alone=True)
         return self._alone[key]
 
     def _simulated(self, settings: Mapping[str, Any], replicas: int) -> Plan:
         setup = self._simulator.setup(self._engine(settings, replicas))
-        served = Pass(setup.cluster(), self._items).run(self._workload.in_flight)
+        served = drive(setup.cluster(), self._items, self._workload.in_flight)
         plan = self._planned(settings, replicas, served, setup)
         self._tried.append(plan)
         return plan

@@ -6,7 +6,7 @@ import pytest
 from small_runs import measured, probe
 
 from experiments.lab.judge import validity
-from experiments.lab.measure import driver
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.workloads import Fixed, Text
 
 SETTINGS = [*("model=dry", "measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2")]
@@ -34,14 +34,13 @@ def reasons(compose_config, virtual_time):
 
 def plant(monkeypatch, change):
     """`change` is done to the trace of every request that has ended."""
-    real = driver.Drive._end
+    real = Outcomes.end
 
-    def end(self, output):
-        real(self, output)
-        index, traces = self._index_of[output.request_id], self._outcomes.traces
-        traces[index] = change(traces[index])
+    def end(self, index, *answer, **more):
+        real(self, index, *answer, **more)
+        self.traces[index] = change(self.traces[index])
 
-    monkeypatch.setattr(driver.Drive, "_end", end)
+    monkeypatch.setattr(Outcomes, "end", end)
 
 
 def closer(trace, share):
@@ -92,17 +91,17 @@ def test_latencies_that_are_halved_are_found(reasons, monkeypatch):
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_pass_that_starts_at_its_first_token_is_found(reasons, monkeypatch, moved):
     """Whether or not requests are said to have arrived then, too."""
-    real = driver.Drive.run
+    real = Outcomes.run
 
-    def run(self, concurrency):
-        served = real(self, concurrency)
+    def run(self, *arguments):
+        served = real(self, *arguments)
         first = min(r.token_times[0] for r in served.requests)
         requests = served.requests
         if moved:
             requests = tuple(replace(r, arrival=max(first, r.arrival)) for r in requests)
         return replace(served, start=first, requests=requests)
 
-    monkeypatch.setattr(driver.Drive, "run", run)
+    monkeypatch.setattr(Outcomes, "run", run)
     long = ("workload.prompt_tokens=1000", "engine.scheduler.max_num_batched_tokens=128", "workload.count=2")
     found = reasons(*long, "workload.concurrency=2")
     assert "from outside it took" in found

@@ -17,6 +17,7 @@ from made_up_trace import trace
 from experiments.lab.judge import validity
 from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.profile import CALM, STEP, STEPS, NoProfile
+from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
 from experiments.lab.workloads import Item
@@ -248,8 +249,8 @@ def test_the_time_to_take_a_request_is_its_own(monkeypatch):
 
 
 def test_a_client_that_is_busy_with_answers_is_found(monkeypatch):
-    note = vllm._Pass._note
-    monkeypatch.setattr(vllm._Pass, "_note", lambda self, *args: (time.sleep(0.02), note(self, *args)))
+    answered = Outcomes.answered
+    monkeypatch.setattr(Outcomes, "answered", lambda self: (answered(self), time.sleep(0.02))[0])
     served = peer(InProcess(0.001)).serve([Item((n,), 8, arrival_s=0.004 * n) for n in range(6)], 1)
     assert "the client fell behind its schedule" in validity.client_fell_behind(Evidence(served, 100))
 

@@ -6,10 +6,8 @@ not by its name. Written by `python run.py experiment=calibrate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -24,14 +22,13 @@ from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_whole_experts
+from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_whole_experts
 
 FOLDER = CONF / "costs"
 HEADER = """\
 # What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
 # this layout on this machine find the file by what it says.
 """
-DIGITS = 5  # significant
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class CostFile:
     costs: FittedCosts
     left_out: int = 0  # steps that the fit took for hiccups
     # By kind of step, of steps that the fit has not seen.
-    residuals: Mapping[str, Residuals] = field(default_factory=dict)
+    residuals: dict[str, Residuals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,35 +200,13 @@ class Roofline:
 def read(path: Path) -> CostFile:
     """Raises ConfigError where it is no file of costs."""
     try:
-        content = yaml.safe_load(path.read_text())
-        costs = dict(content["costs"])
-        decode, prompts = (costs.pop(name) for name in ("decode", "prompts"))
-        return CostFile(
-            machine=content["machine"],
-            layout=Layout(**content["layout"]),
-            measured=content["measured"],
-            how=content["how"],
-            costs=FittedCosts(_curve(decode), _curve(prompts), **costs),
-            left_out=content["left_out"],
-            residuals={kind: Residuals(**values) for kind, values in content["residuals"].items()},
-        )
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        found: CostFile = store.typed(CostFile, yaml.safe_load(path.read_text()))
+        return found
+    except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
-
-
-def _curve(content: Mapping[str, Sequence[float]]) -> Curve:
-    return Curve(tuple(map(int, content["tokens"])), tuple(content["seconds"]))
 
 
 def save(path: Path, found: CostFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(_plain(asdict(found)), sort_keys=False, width=110, allow_unicode=True)
+    text = yaml.safe_dump(store.plain(found), sort_keys=False, width=110, allow_unicode=True)
     store.write_atomic(path, HEADER + text)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -19,77 +19,63 @@ from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.errors import RequestError
 from mini_infer.core.plan import StepRecord
-from mini_infer.core.request import RequestOutput
-
-Sleep = Callable[[float], None]
+from mini_infer.core.request import FinishReason, RequestOutput
 
 
-class Drive:
-    """One pass. Prompts and parameters are made before the clock starts."""
+def drive(
+    engine: LLMEngine, items: Sequence[Item], concurrency: int, *, sleep: Callable[[float], None] = time.sleep
+) -> Served:
+    """Serves `items` greedily, each with exactly its output length. Prompts and parameters are made before the clock
+    starts.
 
-    def __init__(self, engine: LLMEngine, items: Sequence[Item], sleep: Sleep) -> None:
-        self._engine = engine
-        self._sleep = sleep
-        names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
-        self._outcomes = Outcomes(items, names, engine.clock)
-        self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
-        self._adapters: Sequence[str | None] = list(engine.adapters) or [None]  # requests have them in turn
-        self._index_of = {name: index for index, name in enumerate(names)}
-        self._failures, self._last_error = 0, ""
+    Args:
+        concurrency: places of the closed loop; open-loop requests take none.
+    """
+    names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
+    outcomes, records = Outcomes(items, names, engine.clock), list[StepRecord]()
+    params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
+    adapters: Sequence[str | None] = list(engine.adapters) or [None]  # requests have them in turn
+    failures, last_error = 0, ""
 
-    def run(self, concurrency: int) -> Served:
-        engine = self._engine
-        records: list[StepRecord] = []
-        observe = records.append
-        engine.observers.append(observe)
-        try:
-            return self._outcomes.run(concurrency, self._send, self._advance, records)
-        finally:
-            engine.observers.remove(observe)
+    def send(index: int) -> None:
+        engine.add_request(
+            outcomes.prompts[index],
+            params[index],
+            request_id=names[index],
+            priority=items[index].priority,
+            adapter=adapters[index % len(adapters)],
+            arrival_time=outcomes.sent[index].arrival,
+            stream=False,
+        )
 
-    def _advance(self, due: float | None) -> bool:
-        engine = self._engine
+    def advance(due: float | None) -> bool:
+        nonlocal failures, last_error
         if not engine.has_unfinished_requests():
             if due is not None:
-                self._sleep(max(0.0, due - engine.clock()))
+                sleep(max(0.0, due - engine.clock()))
             return due is not None
         try:
-            outputs, self._failures = engine.step(), 0
+            outputs, failures = engine.step(), 0
         except Exception as error:
-            self._failures += 1
-            if self._failures > len(self._outcomes.items):  # each should have ended a request
+            failures += 1
+            if failures > len(items):  # each should have ended a request
                 raise
-            outputs, self._last_error = [], f"{type(error).__name__}: {error}"
-        self._outcomes.answered()
+            outputs, last_error = [], f"{type(error).__name__}: {error}"
+        outcomes.answered()
         for output in outputs:
             if output.finished:
-                self._end(output)
+                end(output)
         return True
 
-    def _send(self, index: int) -> None:
-        outcomes = self._outcomes
-        try:
-            self._engine.add_request(
-                outcomes.prompts[index],
-                self._params[index],
-                request_id=outcomes.names[index],
-                priority=outcomes.items[index].priority,
-                adapter=self._adapters[index % len(self._adapters)],
-                arrival_time=outcomes.sent[index].arrival,
-                stream=False,
-            )
-        except RequestError as error:
-            outcomes.end(index, str(error))
-
-    def _end(self, output: RequestOutput) -> None:
+    def end(output: RequestOutput) -> None:
         completion = output.outputs[0]
-        assert completion.metrics is not None
-        metrics = completion.metrics
-        self._outcomes.end(
-            self._index_of[output.request_id],
-            self._why(completion.finish_reason),
+        metrics, reason = completion.metrics, completion.finish_reason
+        assert metrics is not None
+        failed = last_error or "the engine could not finish it"
+        outcomes.end(
+            outcomes.index_of[output.request_id],
+            {FinishReason.error: failed, FinishReason.abort: "it was aborted"}.get(reason, "") if reason else "",
             metrics.token_times,
             completion.token_ids,
             cached_tokens=metrics.num_cached_tokens,
@@ -97,18 +83,9 @@ class Drive:
             preemptions=metrics.num_preemptions,
         )
 
-    def _why(self, reason: object) -> str:
-        """Why a request ended, if not as it should have."""
-        name = getattr(reason, "value", reason)
-        if name == "error":
-            return self._last_error or "the engine could not finish it"
-        return "it was aborted" if name == "abort" else ""
-
-
-def drive(engine: LLMEngine, items: Sequence[Item], concurrency: int, *, sleep: Sleep = time.sleep) -> Served:
-    """Serves `items` greedily, each with exactly its output length.
-
-    Args:
-        concurrency: places of the closed loop; open-loop requests take none.
-    """
-    return Drive(engine, items, sleep).run(concurrency)
+    observe = records.append
+    engine.observers.append(observe)
+    try:
+        return outcomes.run(concurrency, send, advance, records)
+    finally:
+        engine.observers.remove(observe)

@@ -139,10 +139,10 @@ class Outcomes:
     Attributes:
         prompts: token ids, made before the clock starts; of a request that follows another, with all that came before
             it from the moment that this is known.
-        names: of the requests.
+        names: of the requests, and `index_of` each of them.
         sent: of those that have been sent.
         traces: of those that have ended.
-        schedule: from `begin` on.
+        schedule: of the pass that runs.
     """
 
     schedule: Schedule
@@ -150,6 +150,7 @@ class Outcomes:
     def __init__(self, items: Sequence[Item], names: Sequence[str], clock: Callable[[], float]) -> None:
         self.items = items
         self.names = names
+        self.index_of = {name: index for index, name in enumerate(names)}
         self.prompts = [list(item.prompt) for item in items]
         self.sent: dict[int, Sent] = {}
         self.traces: dict[int, RequestTrace] = {}
@@ -165,17 +166,18 @@ class Outcomes:
         """A whole pass.
 
         Args:
-            send: gives a request to the subject.
+            send: gives a request to the subject. ValueError where it refuses that.
             advance: lets the subject work until something has ended or the next request is due, at the time that it is
                 told (None: none is before something ends), and says whether there was anything to do or to wait for.
             records: of the subject, which are complete in the end.
 
         Raises CutOff where it was interrupted after some of it.
         """
-        self.begin(concurrency)
+        self._start = self._returned = self._clock()  # the subject, to who calls it
+        self.schedule = Schedule(self.items, self._start, concurrency)
         try:
-            while self.missing:
-                arrived = self.deliver(send)
+            while len(self.traces) < len(self.items):
+                arrived = self._deliver(send)
                 if not advance(self.schedule.next_due()) and not arrived:  # what arrived may have been refused
                     raise RuntimeError("the subject has nothing to do, and requests are missing")
         except KeyboardInterrupt as stop:
@@ -183,25 +185,20 @@ class Outcomes:
                 raise
             for index in set(range(len(self.items))) - self.traces.keys():
                 self._note(index, "the run was interrupted before its end")
-            raise CutOff(self.served(records)) from stop
-        return self.served(records)
+            raise CutOff(self._served(records)) from stop
+        return self._served(records)
 
-    def begin(self, concurrency: int) -> None:
-        self._start = self._returned = self._clock()  # the subject, to who calls it
-        self.schedule = Schedule(self.items, self._start, concurrency)
-
-    @property
-    def missing(self) -> bool:
-        return len(self.traces) < len(self.items)
-
-    def deliver(self, give: Callable[[int], None]) -> bool:
+    def _deliver(self, give: Callable[[int], None]) -> bool:
         """Gives all requests that are due to the subject, and tells whether there were any. While a call lasts nothing
         can be sent: the time of a step, and of taking a request, is the subject's."""
         arrived = self.schedule.due(self._clock())
         for index, arrival in arrived:
             sent = None if self.schedule.is_closed(index) else self._clock()
             self.sent[index] = Sent(arrival, sent, self._returned)
-            give(index)
+            try:
+                give(index)
+            except ValueError as error:  # it is too long, say
+                self.end(index, str(error))
             self._returned = self._clock()
         return bool(arrived)
 
@@ -223,7 +220,7 @@ class Outcomes:
         for follower in self.schedule.ended(index, token_times[-1]):
             self.prompts[follower] = [*self.prompts[index], *token_ids, *self.prompts[follower]]
 
-    def served(self, records: Sequence[StepRecord] = ()) -> Served:
+    def _served(self, records: Sequence[StepRecord]) -> Served:
         end = self._clock()
         traces = tuple(self.traces[index] for index in range(len(self.items)))
         first = min((trace.arrival for trace in traces), default=self._start)

@@ -14,7 +14,7 @@ from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
-from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits, settle_limits
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
@@ -157,52 +157,37 @@ class SimulatedSubject:
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._records.clear()
-        return replace(Pass(self._cluster, items).run(concurrency), records=tuple(self._records))
+        return replace(drive(self._cluster, items, concurrency), records=tuple(self._records))
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-class Pass:
+def drive(cluster: Cluster, items: Sequence[Item], concurrency: int) -> Served:
     """Items through a cluster, on its time line."""
+    names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
+    outcomes, index_of = Outcomes(items, names, cluster.clock), dict[Request, int]()
 
-    def __init__(self, cluster: Cluster, items: Sequence[Item]) -> None:
-        names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
-        self._cluster = cluster
-        self._outcomes = Outcomes(items, names, cluster.clock)
-        self._index_of: dict[Request, int] = {}
+    def send(index: int) -> None:
+        item, prompt, arrival = items[index], outcomes.prompts[index], outcomes.sent[index].arrival
+        index_of[cluster.send(names[index], prompt, item.output_tokens, arrival, item.priority)] = index
 
-    def run(self, concurrency: int) -> Served:
-        served = self._outcomes.run(concurrency, self._send, self._advance)
-        # Tokens that nobody has computed are not told of, and there is no clock outside.
-        requests = tuple(replace(trace, token_ids=(), tells_tokens=False) for trace in served.requests)
-        return replace(served, requests=requests, outside_s=served.took)
-
-    def _advance(self, due: float | None) -> bool:
-        request = self._cluster.advance(due)
-        self._outcomes.answered()
+    def advance(due: float | None) -> bool:
+        request = cluster.advance(due)
+        outcomes.answered()
         if request is not None:
-            self._end(request)
+            outcomes.end(
+                index_of.pop(request),
+                "",
+                request.token_times,
+                request.output_token_ids,
+                cached_tokens=request.num_cached_tokens or 0,
+                first_scheduled=request.first_scheduled_time,
+                preemptions=request.num_preemptions,
+            )
         return request is not None or due is not None
 
-    def _send(self, index: int) -> None:
-        outcomes = self._outcomes
-        item = outcomes.items[index]
-        arrival, prompt = outcomes.sent[index].arrival, outcomes.prompts[index]
-        try:
-            request = self._cluster.send(outcomes.names[index], prompt, item.output_tokens, arrival, item.priority)
-        except RequestError as error:
-            outcomes.end(index, str(error))
-        else:
-            self._index_of[request] = index
-
-    def _end(self, request: Request) -> None:
-        self._outcomes.end(
-            self._index_of.pop(request),
-            "",
-            request.token_times,
-            request.output_token_ids,
-            cached_tokens=request.num_cached_tokens or 0,
-            first_scheduled=request.first_scheduled_time,
-            preemptions=request.num_preemptions,
-        )
+    served = outcomes.run(concurrency, send, advance)
+    # Tokens that nobody has computed are not told of, and there is no clock outside.
+    requests = tuple(replace(trace, token_ids=(), tells_tokens=False) for trace in served.requests)
+    return replace(served, requests=requests, outside_s=served.took)

@@ -73,7 +73,7 @@ class VLLM:
         self._passes = 0
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        return _Pass(self._engine, items, self._make_params, f"pass-{self._count()}").run(concurrency)
+        return drive(self._engine, items, self._make_params, f"pass-{self._count()}", concurrency)
 
     def forget(self) -> None:
         end = time.monotonic() + FORGET_S
@@ -123,56 +123,46 @@ class VLLM:
         return self._passes
 
 
-class _Pass:
-    """Prompts and parameters are made before the clock starts."""
+def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concurrency: int) -> Served:
+    """A pass; prompts and parameters are made before its clock starts."""
+    clock = time.perf_counter
+    outcomes = Outcomes(items, [f"{name}-{index}" for index in range(len(items))], clock)
+    params = [make_params(item.output_tokens) for item in items]
+    token_ids: list[list[int]] = [[] for _ in items]
+    token_times: list[list[float]] = [[] for _ in items]
 
-    def __init__(self, engine: Any, items: Sequence[Item], make_params: Any, name: str) -> None:
-        names = [f"{name}-{index}" for index in range(len(items))]
-        self._engine, self._outcomes = engine, Outcomes(items, names, time.perf_counter)
-        self._params = [make_params(item.output_tokens) for item in items]
-        self._index_of = {name: index for index, name in enumerate(names)}
-        self._token_ids: list[list[int]] = [[] for _ in items]
-        self._token_times: list[list[float]] = [[] for _ in items]
+    def send(index: int) -> None:
+        prompt = {"type": "token", "prompt_token_ids": outcomes.prompts[index]}
+        engine.add_request(outcomes.names[index], prompt, params[index], priority=items[index].priority)
 
-    def run(self, concurrency: int) -> Served:
-        return self._outcomes.run(concurrency, self._send, self._advance)
-
-    def _advance(self, due: float | None) -> bool:
-        if not self._outcomes.schedule.in_flight:
+    def advance(due: float | None) -> bool:
+        if not outcomes.schedule.in_flight:
             if due is not None:
-                time.sleep(max(0.0, due - time.perf_counter()))
+                time.sleep(max(0.0, due - clock()))
             return due is not None
-        if due is None or self._has_output_by(due):
-            outputs = self._engine.step()
-            now = self._outcomes.answered()
+        if due is None or has_output_by(due):
+            outputs = engine.step()
+            now = outcomes.answered()
             for output in outputs:
-                self._note(output, now)
+                note(output, now)
         return True
 
-    def _has_output_by(self, due: float) -> bool:
+    def has_output_by(due: float) -> bool:
         """Waits for an output of the engine's process until `due`."""
-        outputs = self._engine.engine_core.outputs_queue
+        outputs = engine.engine_core.outputs_queue
         with outputs.not_empty:
-            return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - time.perf_counter())))
+            return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - clock())))
 
-    def _send(self, index: int) -> None:
-        outcomes = self._outcomes
-        prompt = {"type": "token", "prompt_token_ids": outcomes.prompts[index]}
-        priority = outcomes.items[index].priority
-        try:
-            self._engine.add_request(outcomes.names[index], prompt, self._params[index], priority=priority)
-        except ValueError as error:  # too long, say
-            outcomes.end(index, str(error))
-
-    def _note(self, output: Any, now: float) -> None:
-        index = self._index_of[output.request_id]
-        times, ids, new = self._token_times[index], self._token_ids[index], output.outputs[0].token_ids
-        ids += new
-        times += [now] * len(new)
+    def note(output: Any, now: float) -> None:
+        index, completion = outcomes.index_of[output.request_id], output.outputs[0]
+        token_ids[index] += completion.token_ids
+        token_times[index] += [now] * len(completion.token_ids)
         if output.finished:
-            reason = output.outputs[0].finish_reason
+            reason, cached = completion.finish_reason, output.num_cached_tokens or 0
             error = "" if reason == "length" else f"vLLM ended it: {reason}"
-            self._outcomes.end(index, error, times, ids, cached_tokens=output.num_cached_tokens or 0)
+            outcomes.end(index, error, token_times[index], token_ids[index], cached_tokens=cached)
+
+    return outcomes.run(concurrency, send, advance)
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:

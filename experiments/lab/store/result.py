@@ -239,7 +239,7 @@ def write(root: Path, result: Result) -> Path:
     rows = {ending: getattr(result, name) for ending, (name, _) in TABLES.items()}
     texts = {end: to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
     stated = {ending: {"rows": len(rows[ending]), "sha256": _sha256(text)} for ending, text in texts.items()}
-    document = {"format": FORMAT, "tables": stated, **_jsonable(info)}
+    document = {"format": FORMAT, "tables": stated, **plain(info)}
     files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
     files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
@@ -284,7 +284,7 @@ def read(path: Path) -> Result:
         stated = document.pop("tables")
         del document["format"]
         rows = {name: _read_table(path, end, stated[end]) for end, (name, _) in TABLES.items() if end in stated}
-        info: RunInfo = _from_json(RunInfo, document)
+        info: RunInfo = typed(RunInfo, document)
         written = _table_path(path, REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
         return Result(info, remarks=remarks, **rows)
@@ -328,21 +328,22 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _jsonable(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON and YAML have it; numbers are rounded."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _jsonable(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
     return value
 
 
-def _from_json(hint: Any, value: Any) -> Any:
+def typed(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
     if is_dataclass(hint):
         cls = typing.cast(type, hint)
@@ -350,16 +351,16 @@ def _from_json(hint: Any, value: Any) -> Any:
         unknown = sorted(set(value) - set(hints))
         if unknown:
             raise ValueError(f"unknown fields {unknown}")
-        return cls(**{name: _from_json(hints[name], item) for name, item in value.items()})
+        return cls(**{name: typed(hints[name], item) for name, item in value.items()})
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
     if hint is float and isinstance(value, str):
         return float(value)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
-        return tuple(_from_json(arguments[0], item) for item in value)
+        return tuple(typed(arguments[0], item) for item in value)
     if typing.get_origin(hint) is dict:
-        return {key: _from_json(arguments[1], item) for key, item in value.items()}
+        return {key: typed(arguments[1], item) for key, item in value.items()}
     if type(None) in arguments:
-        return None if value is None else _from_json(arguments[0], value)
+        return None if value is None else typed(arguments[0], value)
     return value
