@@ -219,8 +219,7 @@ class Ablation(Experiment):
 
     @property
     def _gated(self) -> dict[str, EngineConfig]:
-        """Every variant that is this engine, the baseline too, at the first point; a dry model has no numbers worth the
-        name."""
+        """Every variant that is this engine, the baseline too, at the first point; but for dry models."""
         at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_replica(cell.engine) for cell in ours}

@@ -181,8 +181,7 @@ class Capacity(Experiment):
         return best
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
-        """The fewest replicas of a layout that keep the promise, or as many as there may be where none do; None where
-        it does not fit."""
+        """The fewest replicas that keep the promise, or the most there may be; None where the layout does not fit."""
         key = tuple(settings.items())
         if key not in self._plans:
             try:

@@ -170,8 +170,7 @@ class KernelSweep(Experiment):
         steps: Steps,
         apart: Apart,
     ) -> None:
-        """All repeats of all implementations, with the same inputs, in ABBA order. An implementation that raises an
-        error is absent at this point alone."""
+        """All repeats of all implementations, of the same inputs, in ABBA order. What fails is absent here alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
         torch.manual_seed(self.settings.seed)

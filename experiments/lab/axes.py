@@ -52,7 +52,7 @@ def register(folder: Path, only: str = "*") -> None:
 
 def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(scale, way, what the experiment's file says for both). Of any server it says what it says of ours."""
-    scales, ways = _plain(experiment.get("scales")), _plain(experiment.get("via"))
+    scales, ways = plain(experiment.get("scales")), plain(experiment.get("via"))
     for scale, own in scales.items():
         yield scale, IN_PROCESS, own or {}
         for via in dict.fromkeys((*ways, URL)) if scale != NO_SCALE else ():
@@ -64,8 +64,7 @@ def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def check(config: DictConfig, experiment: str) -> str:
-    """The scale that the experiment takes where none is chosen: the first it has. Raises ConfigError where it knows
-    nothing of what was chosen."""
+    """The scale that is taken where none is chosen: the first. Raises ConfigError for axes that it does not have."""
     axes = chosen(config)
     known: dict[str, list[str]] = {}
     for scale, via, _ in nodes(config):
@@ -96,5 +95,5 @@ def _merged(node: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return {**node, **changes, **{key: _merged(node[key], changes[key]) for key in both}}
 
 
-def _plain(node: Any) -> dict[str, Any]:
+def plain(node: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(node)) if OmegaConf.is_config(node) else dict(node or {})

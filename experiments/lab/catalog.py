@@ -124,8 +124,7 @@ def help_text(conf: Path) -> str:
 
 
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
-    """What a run would measure, before it does. Raises ConfigError as a run would; Hydra's own errors come as they
-    are."""
+    """What a run would measure. Raises ConfigError as a run would; Hydra's own errors come as they are."""
     from hydra import compose, initialize_config_dir
 
     from experiments.lab import points, typed
@@ -205,8 +204,7 @@ def _memory(engine: Any, engines: int) -> str:
 
 
 def require_setting(word: str, conf: Path) -> None:
-    """Raises ConfigError where the first word of a command line is neither a setting nor a flag: it was meant to be a
-    command, or an experiment."""
+    """Raises ConfigError where the first word is no setting and no flag: it was to be a command, or an experiment."""
     if not word or "=" in word or word.startswith(("-", "~")):
         return
     known = {name: name for name in COMMANDS} | {name: f"experiment={name}" for name in names(conf)}

@@ -1,5 +1,4 @@
-"""Checks of settings, alike in all sections of a config. What is None was not given, and passes. Of a list each value
-is checked, and there must be one."""
+"""Checks of settings. None was not given, and passes. Of a list each value is checked, and there must be one."""
 
 from __future__ import annotations
 

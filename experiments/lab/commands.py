@@ -1,5 +1,4 @@
-"""What run.py does beside running an experiment. catalog.py lists these in the help text, so nothing heavy is imported
-before a command is called."""
+"""What run.py does beside running an experiment. For the help text nothing heavy is imported before one is called."""
 
 from __future__ import annotations
 

@@ -70,6 +70,15 @@ def shown(values: Any) -> str:
     return ",".join(map(str, values)) if isinstance(values, (list, tuple, Mapping)) else str(values)
 
 
+def flat(values: Mapping[Any, Any], inside: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{inside}{key}.") if nested else {f"{inside}{key}": value}
+    return found
+
+
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """The last part of each dotted key, or the whole key where two would look the same."""
     last = [key.rpartition(".")[2] for key in keys]

@@ -1,5 +1,4 @@
-"""What was typed on the command line, against what the experiment does with it: all of it counts, or is refused before
-anything runs."""
+"""What was typed on the command line: all of it counts in the experiment, or is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -170,7 +169,7 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
             found.setdefault(key, "its search: experiment.search.low_per_s and high_per_s choose the range")
     for name, changes in (spec.get("variants") or {}).items():
         if isinstance(changes, Mapping):
-            for key, value in _leaves({k: v for k, v in changes.items() if k not in VARIANT_KEYS}):
+            for key, value in points.flat({k: v for k, v in changes.items() if k not in VARIANT_KEYS}).items():
                 way = f"experiment.variants.{name}.{key}={points.shown(value)} is where it stands"
                 found.setdefault(f"engine.{key}", f"its variants: {way}")
     return found
@@ -187,13 +186,7 @@ def _keys(one: Override) -> list[str]:
         return []  # a model or a workload is a whole one, and points and variants change what they like of it
     _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
     package = package.strip() if said else key.replace("/", ".")
-    return [f"{package}.{leaf}" for leaf, _ in _leaves(OmegaConf.to_container(OmegaConf.load(path)))]
-
-
-def _leaves(node: Any, key: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(node, Mapping):
-        return [(key, node)]
-    return [leaf for name, item in node.items() for leaf in _leaves(item, f"{key}.{name}" if key else str(name))]
+    return [f"{package}.{leaf}" for leaf in points.flat(axes.plain(OmegaConf.load(path)))]
 
 
 def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:

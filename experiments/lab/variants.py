@@ -1,5 +1,4 @@
-"""The engines that an ablation's variants ask for, made of the config alone: what cannot run here is refused before
-torch is loaded."""
+"""The engines that variants ask for, of the config alone: what cannot run here is refused before torch is loaded."""
 
 from __future__ import annotations
 

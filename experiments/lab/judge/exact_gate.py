@@ -111,8 +111,7 @@ class ExactGate:
         return first.joined(again)
 
     def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> Tokens:
-        """The tokens of each answer, or what stands for them. On a CPU the last bits of log-probabilities depend on the
-        company: they are not compared there."""
+        """Tokens, or what stands for them. On a CPU log-probabilities' last bits depend on the company: none count."""
 
         def told(params: SamplingParams, at: int, token: int, logprobs: TokenLogprob | None, own: Answer) -> int:
             if _excluded(params, logprobs):
@@ -195,8 +194,7 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 
 
 def _stressed(config: EngineConfig) -> EngineConfig:
-    """The variant's mechanisms around the shipped model, with chunks of CHUNK tokens and memory for two or three of the
-    longest requests."""
+    """The variant's mechanisms around the shipped model, in small chunks; memory for two or three of the longest."""
     shipped = "tiny-moe" if config.parallel.expert > 1 else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)

@@ -53,8 +53,7 @@ UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
 
 def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
-    """Mean and percentiles of a time, `samples` in seconds, each with what sets it apart from others: a request, or of
-    gaps the moment at which they end."""
+    """Mean and percentiles of a time in seconds, each sample with its request or, of gaps, the moment of its end."""
 
     def at(served: Served) -> list[tuple[Hashable, float]]:
         return [(moment, sample) for moment, sample in samples(served) if sample is not None]
@@ -181,10 +180,6 @@ def _all_tokens(served: Served) -> int:
     return sum(len(request.token_times) for request in served.requests)
 
 
-def _tokens_per_read(served: Served, host: HostUse) -> float | Missing:
-    return _mean([_all_tokens(served)], sum(len(set(request.token_times)) for request in served.requests))
-
-
 def _roofline(value: Callable[[Sequence[Floor], float], float]) -> Compute:
     """Of the steps' floors, and the seconds that they took: scheduling, which the host adds, is part of the gap."""
 
@@ -301,7 +296,8 @@ SERVING: dict[str, Formula] = {
         "client_cpu_us": ("CPU of the load client, a token", _cpu_us(lambda host: host.client_s)),
     }),
     **of_pass("tokens", Better.lower, {
-        "tokens_per_read": ("tokens that a client reads at once, mean", _over_http(_tokens_per_read)),
+        "tokens_per_read": ("tokens that a client reads at once, mean", _over_http(
+            lambda s, _: _mean([_all_tokens(s)], sum(len(set(r.token_times)) for r in s.requests)))),
     }),
     **of_pass("", Better.lower, {
         "client_busy": ("share of the time that the busiest process of the load client computes",
@@ -357,10 +353,6 @@ def measure(served: Served, names: Sequence[str], context: Context | None = None
     context, found = context or Context(), {}
     for name in names:
         base, _, group = name.partition(CLASS)
-        found[name] = SERVING[base].compute(_only(served, group) if group else served, context)
+        own = tuple(request for request in served.requests if group in ("", request.name))  # in as long a pass
+        found[name] = SERVING[base].compute(replace(served, requests=own), context)
     return found
-
-
-def _only(served: Served, group: str) -> Served:
-    """The pass with those requests alone; it lasts as long as for all of them."""
-    return replace(served, requests=tuple(request for request in served.requests if request.name == group))

@@ -1,5 +1,4 @@
-"""What a gate found: before a variant's speed counts, its tokens are compared with those that they must equal, and its
-logits with a reference's in fp32."""
+"""What a gate found: a variant's tokens beside those that they must equal, its logits beside a reference's in fp32."""
 
 from __future__ import annotations
 

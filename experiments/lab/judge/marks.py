@@ -1,5 +1,4 @@
-"""What a reader should know of a whole run before any of its numbers: whether it tells the baseline from itself, and
-whether repeats of one variant agree."""
+"""What to know of a whole run: whether it tells the baseline from itself, and whether repeats of a variant agree."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
 
 @dataclass(frozen=True)
 class Again:
-    """The baseline's second arm over its first, by the metric that the run is about: in each repeat the geometric mean
-    over all points."""
+    """Its second arm over its first, by the metric of the run: in each repeat the geometric mean over all points."""
 
     metric: str
     ratio: Estimate

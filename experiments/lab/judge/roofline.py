@@ -86,8 +86,7 @@ def work(record: StepRecord) -> StepWork:
 
 
 def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
-    """The least bytes and operations of one step; `dtype` is that of activations, and of weights and KV where these are
-    not quantized."""
+    """The least bytes and operations of one step; `dtype` is that of activations, and of what is not quantized."""
     wide, size = str(dtype).removeprefix("torch."), dtype.itemsize
     weight_bytes, product = _projections(spec, dtype)
     head, attention = spec.vocab_size * spec.hidden_size, spec.attention
@@ -112,8 +111,7 @@ def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
 
 
 def _projections(spec: ModelSpec, dtype: torch.dtype) -> tuple[float, str]:
-    """Bytes of a weight of the layers, and the dtype of their products, by `matmul_tflop_s`' names: where projections
-    differ, the least and the fastest."""
+    """Bytes of a weight of the layers, and the dtype of their products: of several the least and the fastest."""
     schemes = spec.quantization.schemes if spec.quantization is not None else ()
     products = [scheme.activations.number.value for scheme in schemes if scheme.activations is not None]
     product = RATES[products[0]] if products else str(dtype).removeprefix("torch.")
@@ -121,8 +119,7 @@ def _projections(spec: ModelSpec, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
-    """Parameters of all layers and of the last norm, embeddings aside; with `tokens`, those that a step of so many
-    needs at least."""
+    """Parameters of all layers and of the last norm; with `tokens`, those that a step of so many needs at least."""
     hidden = spec.hidden_size
     total = float(hidden)
     for layer in spec.layers:

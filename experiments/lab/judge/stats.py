@@ -68,8 +68,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t with so many degrees of freedom: exact for 1 and 2, within 0.2 % from there on
-    (Abramowitz and Stegun 1964, 26.7.5)."""
+    """97.5 % quantile of Student's t: exact for 1 and 2, else within 0.2 % (Abramowitz and Stegun 1964, 26.7.5)."""
     if freedom == 1:
         return math.tan(math.pi * 0.475)
     if freedom == 2:
@@ -114,8 +113,7 @@ def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estim
 
 
 def apart(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
-    """The ratio of two results that were measured apart, by what varies between the processes of each (between the
-    repeats, where both have one process)."""
+    """The ratio of two results that were measured apart, by what varies between processes, or repeats of one."""
     found = unpaired_ratio(independent(values), independent(baseline))
     return replace(found, processes=min(len(by_process(values)), len(by_process(baseline))))
 

@@ -65,27 +65,14 @@ def read(found: Mapping[str, Any], prompts: Sequence[Sequence[int]], output_toke
     """What its detailed result says of each request, but for the prompts' lengths: without a tokenizer it takes each
     for one token. Its clock is time.perf_counter."""
     names = ("start_times", "ttfts", "itls", "output_lens", "errors")
-    rows = zip(prompts, *(found[name] for name in names), strict=True)
-    traces = tuple(
-        RequestTrace(
-            prompt_tokens=len(prompt),
-            asked_tokens=output_tokens,
-            arrival=start,
-            token_times=() if error else tuple(_spread(start + ttft, gaps, count)),
-            token_ids=(),
-            error=error,
-            tells_tokens=False,
-        )
-        for prompt, start, ttft, gaps, count, error in rows
-    )
+    traces = []
+    for prompt, start, ttft, gaps, count, error in zip(prompts, *(found[name] for name in names), strict=True):
+        read_at = list(accumulate(gaps, initial=start + ttft))
+        times = () if error else tuple(read_at[index * len(read_at) // count] for index in range(count))
+        traces.append(RequestTrace(len(prompt), output_tokens, start, times, (), error=error, tells_tokens=False))
     first = min(trace.arrival for trace in traces)
     end = max((trace.token_times[-1] for trace in traces if trace.token_times), default=first)
-    return Served(traces, first, end, outside_s=found["duration"])
-
-
-def _spread(first: float, gaps: Sequence[float], count: int) -> list[float]:
-    times = list(accumulate(gaps, initial=first))
-    return [times[index * len(times) // count] for index in range(count)]
+    return Served(tuple(traces), first, end, outside_s=found["duration"])
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Bench:

@@ -171,7 +171,8 @@ class Drive:
         cached.append(answer.cached_tokens is not None)
         error = answer.error
         if exchange.error or exchange.status != 200:
-            error = exchange.error or f"HTTP status {exchange.status}: {_begin(exchange)}"
+            begin = b"".join(piece for _, piece in exchange.reads)[:300].decode(errors="replace")  # it is no stream
+            error = exchange.error or f"HTTP status {exchange.status}: {begin}"
         return RequestTrace(
             **common,
             arrival=arrival,
@@ -182,11 +183,6 @@ class Drive:
             error=error,
             tells_tokens=bool(answer.token_ids) or not answer.token_times,
         )
-
-
-def _begin(exchange: Exchange) -> str:
-    """Of an answer that is no stream."""
-    return b"".join(piece for _, piece in exchange.reads)[:300].decode(errors="replace")
 
 
 class Client:

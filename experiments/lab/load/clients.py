@@ -1,5 +1,4 @@
-"""All processes of the load client, as the process that measures sees them; where requests go, and what they
-look like."""
+"""All processes of the load client, as the one that measures sees them; where requests go, and what they look like."""
 
 from __future__ import annotations
 

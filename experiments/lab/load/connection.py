@@ -37,8 +37,7 @@ class Connection(asyncio.Protocol):
         self.stale = False  # the server had closed it before it could know of the request
 
     def send(self, request: bytes, exchange: Exchange, ended: Callable[[], None]) -> None:
-        """`ended` is called when the answer is complete, or the connection lost; then it can be used again unless
-        `is_closing`."""
+        """`ended`: called when the answer is complete, or the connection lost; then it is free unless `is_closing`."""
         self._exchange, self._ended, self._answered = exchange, ended, False
         self.uses += 1
         exchange.sent = self._clock()
@@ -49,7 +48,7 @@ class Connection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def close(self) -> None:
-        self._gone = _nothing
+        self._gone = lambda _: None
         self._transport.abort()
 
     # --- asyncio's side -------------------------------------------------------------------------------------------
@@ -95,10 +94,6 @@ class Connection(asyncio.Protocol):
         exchange.error = error
         self._exchange = self._ended = None
         ended()
-
-
-def _nothing(_: Connection) -> None:
-    """For a connection that is closed on purpose."""
 
 
 DONE = b"[DONE]"

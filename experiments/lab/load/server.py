@@ -69,14 +69,9 @@ def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
         server = psutil.Process(about["api_pid"])
         for process in (server, *server.children()):
             with contextlib.suppress(psutil.NoSuchProcess):  # an API process that another one replaces
-                seconds[process.pid] = _used(process)
+                seconds[process.pid] = sum(process.cpu_times()[:2])
     engine_s = sum(seconds.pop(pid, 0.0) for pid in about["engine_pids"])
     return sum(seconds.values()), engine_s
-
-
-def _used(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def flags(config: EngineConfig) -> list[str]:

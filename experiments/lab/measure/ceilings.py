@@ -65,8 +65,7 @@ def read(path: Path) -> Hardware:
 
 
 def save(path: Path, found: Hardware) -> None:
-    """Writes `found`. What the file says of the same machine with other numbers of threads, and of links that were not
-    measured now, stays."""
+    """Writes `found`. Of the same machine what was not measured now, other threads and links, stays."""
     ceilings = {new.threads: new for new in found.ceilings}
     if path.is_file() and (before := read(path)).machine == found.machine:
         for old in before.ceilings:

@@ -162,8 +162,7 @@ class Dry:
 
 
 class Roofline:
-    """The least time that the hardware allows a step. Ranks share it, and talk to each other in no time. Stages take it
-    together, one after the other."""
+    """The least time that the hardware allows a step. Ranks share it, and talk in no time; stages take it together."""
 
     def __init__(self, target: Target) -> None:
         assert target.ceilings is not None

@@ -162,8 +162,7 @@ def _cpu_name() -> str:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """The model in a /proc/cpuinfo. Virtual machines often hide it; then the family and model numbers stand in:
-    `AMD EPYC (family 25, model 17)`."""
+    """The model in a /proc/cpuinfo; where that hides it, `AMD EPYC (family 25, model 17)`."""
     first: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         label, _, value = line.partition(":")

@@ -55,8 +55,7 @@ class NoProfile(Exception):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum, in which no other was
-    running already."""
+    """A kernel in an average decode step: how often it ran, and how long in which no other was running already."""
 
     variant: str
     point: str

@@ -18,8 +18,7 @@ from mini_infer.core.errors import MiniInferError
 
 
 class IncompleteRun(MiniInferError):
-    """A run was stopped by an error, or could not be stored or reported where it should be. What was measured is kept;
-    the message says where."""
+    """A run was stopped by an error, or could not be stored or reported. The message says what is kept, and where."""
 
 
 @dataclass(frozen=True)

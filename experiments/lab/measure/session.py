@@ -80,8 +80,7 @@ class Session:
         self._peers.await_begun()
 
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
-        """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
-        before it, say why."""
+        """All variants at one point, once. Rows of a peer that is not there, or has failed by now, say why."""
         passes: list[tuple[Cell, list[Pass]]] = []
         order = [variant for variant in self.order(repeat, again=True) if (variant, point.name) in self.cells]
         for cell in (self.cells[variant, point.name] for variant in order):
@@ -142,8 +141,7 @@ class Session:
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
-        """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
-        measured once more."""
+        """One variant at one point, once: its rows, repeated attempts first. `again`: why it is measured once more."""
         if again:
             self._steps.again(again)
         else:

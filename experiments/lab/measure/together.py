@@ -1,5 +1,4 @@
-"""Ranks of an experiment without an engine: processes that do the same at the same time, on a GPU each where there are
-GPUs."""
+"""Ranks of an experiment without an engine: processes that do the same at the same time, where possible on GPUs."""
 
 from __future__ import annotations
 

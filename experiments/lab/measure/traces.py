@@ -53,8 +53,7 @@ class RequestTrace:
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies. A chunk of n tokens counts as n gaps of its n-th part; the first chunk's end
-        is the TTFT and leaves no gap."""
+        """Inter-token latencies: of a chunk of n tokens n of its n-th part, and none of the first (TTFT)."""
         gaps: list[float] = []
         chunks = [(time, len(list(tokens))) for time, tokens in groupby(self.token_times)]
         for (before, _), (time, size) in pairwise(chunks):

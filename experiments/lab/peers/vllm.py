@@ -85,8 +85,7 @@ class VLLM:
     def profile(
         self, prompts: Sequence[Sequence[int]], variant: str, point: str
     ) -> tuple[StepProfile, list[KernelRow]]:
-        """Decodes all prompts together, some steps without vLLM's profiler and some under it, and aborts them. Raises
-        NoProfile."""
+        """Decodes all prompts together, with and without its profiler, and aborts them. Raises NoProfile."""
         engine = self._engine
         room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
         if room < 4 * (STEPS + CALM):

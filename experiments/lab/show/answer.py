@@ -50,8 +50,7 @@ def sentence(result: Result) -> str:
 
 
 def at_most(result: Result) -> list[str]:
-    """Where variants are compared with themselves alone, as ceilings are: what the best one has of each metric, at the
-    last point that has it. Else nothing."""
+    """Of variants that are compared with themselves alone: the best of each metric, at the last point that has it."""
     info, claimed, told = result.info, effects.of_claims(result), []
     if not claimed or info.baseline is not None or not all(effect.at_another_point for effect in claimed):
         return []
@@ -89,8 +88,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
 
 
 def figures(effect: Effect, info: RunInfo) -> str:
-    """`88.9 -> 13.4 ms` where a mechanism is switched on, else `13.4 ms against 88.9`; beside nothing `13.4 ms,
-    target 15`."""
+    """`88.9 -> 13.4 ms` of a mechanism switched on, `13.4 ms against 88.9`; beside nothing `13.4 ms, target 15`."""
     if effect.own is None:
         return wording.NOTHING
     own = wording.value(effect.own.median, effect.metric, info)
@@ -178,8 +176,7 @@ def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
 
 
 def _without_claims(result: Result) -> str:
-    """The first metric at the last point that has it, and which variant is best there: where the paired ratio to the
-    next one shows a difference."""
+    """The first metric at the last point that has it, and the best variant there, if told from the next one."""
     info = result.info
     for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
         if effects.is_scheduled(name, at, info):

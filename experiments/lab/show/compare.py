@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from experiments.lab import points
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
@@ -120,7 +121,7 @@ def _left_out(a: Result, b: Result) -> list[str]:
 def _differences(a: Result, b: Result) -> list[str]:
     """Config, device and versions, key by key."""
     first, second = (
-        wording.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
+        points.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
         for r in (a, b)
     )
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]

@@ -74,8 +74,7 @@ class Sheet:
         self._gates = {(gate.variant, gate.point): gate for gate in ordered}
 
     def grids(self, names: Sequence[str]) -> list[Grid]:
-        """How near the hardware's limits a pass came stands beside the first metric, where there is room. A single
-        variant has one table for all of them."""
+        """Nearness to the hardware's limits stands beside the first metric, if it fits. One variant has one table."""
         measured = [name for name in names if self._points(name)]
         places = [name for name in measured if name in BY_PLACE]
         measured = [name for name in measured if name not in places[1:]]  # the first of them stands for all

@@ -1,5 +1,4 @@
-"""All pages as one HTML file, made from their markdown: no server, nothing from elsewhere, and figures that answer to
-the pointer."""
+"""All pages as one HTML file, made from their markdown: no server, and figures that answer to the pointer."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
 
 
 def _parser(figures: Mapping[str, str]) -> MarkdownIt:
-    """Of the pages: other pages are sections of the same file, a figure is its <svg>, and names that look like tags are
-    no tags."""
+    """Of the pages: others are sections of the same file, a figure is its <svg>, and other tags are text."""
 
     def link(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
         href = str(tokens[at].attrGet("href"))

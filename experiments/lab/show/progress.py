@@ -72,8 +72,7 @@ class Steps:
         self._say(self._text, f"[{self._done}/{self._total}] ")
 
     def within(self, done: int, total: int) -> None:
-        """Requests of the step's pass that have ended. Told at most every TOLD_S, and between the engine's steps, so
-        that what is measured hardly feels it."""
+        """Requests that have ended. Told at most every TOLD_S, between steps: what is measured hardly feels it."""
         if time.monotonic() - self._told >= TOLD_S:
             self._told = time.monotonic()
             self.tell(done, total)

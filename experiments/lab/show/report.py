@@ -1,5 +1,4 @@
-"""Reports: `reports/<page>.md` with its figures, and the index. Made from result files alone, so that rebuilding
-them changes no byte."""
+"""Reports: `reports/<page>.md` with its figures, and the index, from result files alone: again is byte for byte."""
 
 from __future__ import annotations
 

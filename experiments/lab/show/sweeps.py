@@ -63,8 +63,7 @@ def _value(key: str, info: RunInfo) -> Any:
 
 
 def _join(key: str, runs: Sequence[Result]) -> Result:
-    """Each run's points, with the key's value in their names and settings. What belongs to one run alone, such as its
-    steps, stays on the disk."""
+    """Each run's points, with the key's value in their names and settings. Steps and such stay on the disk."""
     pairs = [(_value(key, run.info), run) for run in runs]
     if all(isinstance(value, (int, float)) for value, _ in pairs):
         pairs.sort(key=lambda pair: float(pair[0]))

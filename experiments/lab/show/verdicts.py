@@ -1,5 +1,4 @@
-"""What gates and claims found, in words: of a variant's gates one line where they passed and one for each that did not,
-of claims one each."""
+"""What gates and claims found, in words: one line for a variant's gates that passed, for each other, for each claim."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.lab import points
 from experiments.lab.judge.claims import Claim, Judgement
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Provenance, RunInfo
@@ -103,8 +104,7 @@ def point(name: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, or more where they stand before the point: 12,345  123  12.3  1.23  0.00123; and
-    whole numbers as what they are."""
+    """Three significant digits, or all before the point: 12,345  123  12.3  1.23  0.00123; whole numbers whole."""
     size = abs(value)
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
@@ -139,19 +139,10 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in every)
 
 
-def flat(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{inside}{key}.") if nested else {f"{inside}{key}": value}
-    return found
-
-
 def settings(values: Mapping[str, Any]) -> str:
     """`kind trace, rate_per_s 4, cut.requests 100`: what is not set is left out."""
     parts = []
-    for key, value in flat(values).items():
+    for key, value in points.flat(values).items():
         if value not in (None, "", [], (), {}):
             shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             parts.append(f"{key} {number(shown) if isinstance(shown, float) else shown}")

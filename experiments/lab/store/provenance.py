@@ -16,8 +16,7 @@ WRITTEN = ("results", "reports", "conf/hardware", "README.md")  # by runs
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One of the processes that a result is made of. What the GPU says of itself is the median over the timed passes,
-    and None where nobody says it."""
+    """A process of a result. What the GPU says of itself is the median over timed passes; None where nobody says it."""
 
     index: int
     seed: int  # what prompts, lengths, sampling and random weights of this process are drawn from

@@ -204,8 +204,7 @@ def slug(text: str) -> str:
 
 
 def write_run(root: Path, result: Result) -> Path:
-    """As `write`; but an incomplete run does not replace a complete one: it is stored beside it, under another name,
-    until the run is complete again."""
+    """As `write`; but an incomplete run does not replace a complete one: it stands beside it until it is complete."""
     info = result.info
     beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
     folder = root / run_path(info).parent

@@ -18,8 +18,7 @@ Turn = tuple[int, int]  # process, repeat
 
 @dataclass(frozen=True)
 class Row:
-    """`metric` of `variant` at `point` in one repeat of one process. An invalid row is kept with its reason, and never
-    counted."""
+    """`metric` of `variant` at `point` in one repeat. An invalid row is kept with its reason, and never counted."""
 
     variant: str
     point: str

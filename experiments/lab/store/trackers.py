@@ -42,8 +42,7 @@ def track(result: Result, figures: Sequence[Path], settings: TrackerSettings, ro
 
 
 def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, folder: Path) -> list[str]:
-    """One run for each variant, so that charts lay their curves over each other, and one with tables and figures.
-    Returns the runs' folders."""
+    """One run a variant, so that charts lay curves over each other, and one with tables and figures. Their folders."""
     try:
         import wandb  # only who asks for it waits for it
     except ImportError as error:
@@ -131,8 +130,7 @@ def _medians(result: Result) -> Medians:
 
 
 def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[str, str, list[Values]]]:
-    """(name, x, rows) of the metrics over the numeric setting with the most values; the other settings, where they
-    vary too, split the curves."""
+    """(name, x, rows) of the metrics over the numeric setting with most values; other settings split the curves."""
     points = result.info.points
     numbers: dict[str, set[Any]] = {}
     for key, value in (pair for settings in points.values() for pair in settings.items()):

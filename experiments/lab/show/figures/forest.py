@@ -1,5 +1,4 @@
-"""The answer as a picture: how many times better each quantity is than what it is compared with, on a log axis, with
-its interval, its target and its aim."""
+"""The answer as a picture: how many times better each quantity is, on a log axis, with interval, target and aim."""
 
 from __future__ import annotations
 

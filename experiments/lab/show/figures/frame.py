@@ -117,8 +117,7 @@ def made_for(path: Path) -> str | None:
 
 
 def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
-    """One legend below all panels, in as many columns as have room for the longest label; none of fewer than `least`
-    labels."""
+    """One legend below all panels, its columns as wide as the longest label; none of fewer than `least` labels."""
     found: dict[str, dict[str, Any]] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -161,8 +160,7 @@ def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
 
 
 def near_one(axis: Axis, ax: Axes, ticks: int) -> bool:
-    """A linear y axis for shares that are all above one half, where from 0 on none could be told from another; False
-    where some are lower."""
+    """A linear y axis for shares that are all above one half, which from 0 on look alike; False where some are not."""
     low = ax.dataLim.ymin
     if not 0.5 < low < 1:
         return False

@@ -62,8 +62,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
 
 
 def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
-    """One curve a variant through its points, each at what was measured of two metrics: latency against the rate
-    that was really reached, say."""
+    """One curve a variant through its points: one metric over another, such as latency over the rate reached."""
     assert panel.x is not None
     table, info = result.table, result.info
     measured = {
@@ -178,8 +177,7 @@ ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance
 
 
 class Intervals(NamedTuple):
-    """Of one series: medians, and distances to their ends below and above; NaN, which is not drawn, where there are
-    none."""
+    """Of one series: medians, and distances to their ends below and above; NaN, which is not drawn, for none."""
 
     medians: list[float]
     errors: tuple[list[float], list[float]]

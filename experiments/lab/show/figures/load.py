@@ -29,8 +29,7 @@ WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
 
 
 def pareto_of(result: Result) -> tuple[Result, str] | None:
-    """The points that differ in how many requests are in flight, and the metric of latency; None where there are too
-    few of them."""
+    """The points that differ in how many requests are in flight, and a metric of latency; None for too few of them."""
     for key in IN_FLIGHT:
         for latency in LATENCIES:
             if {latency, SPEED} <= set(result.info.metrics):
@@ -88,8 +87,7 @@ def _knee(result: Result) -> str:
 
 
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
-    """The points that set `key` to a number, and where some variant has valid values of all metrics. Those that differ
-    in anything else would be no curve."""
+    """The points that differ in `key` alone, a number, and where some variant has valid values of all metrics."""
     info, found = result.info, {}
     for name, settings in info.points.items():
         values = ([result.table.values(v, name, metric) for metric in metrics] for v in info.variants)

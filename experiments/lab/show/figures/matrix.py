@@ -1,5 +1,4 @@
-"""What mechanisms are worth two by two: on the diagonal each alone, beside it every pair, and whether their gains
-multiply; and the load of experts."""
+"""What mechanisms are worth alone and two by two, and whether their gains multiply; and the load of experts."""
 
 from __future__ import annotations
 
