@@ -158,19 +158,17 @@ def peers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     import forking
 
     def popen(
-        command: list[str], *, stdin: int, stdout: int, stderr: Any, env: dict[str, str], start_new_session: bool
-    ) -> forking.Child:
-        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        command: list[str], *, stdin: int, stdout: Any, stderr: Any, env: dict[str, str], start_new_session: bool,
+        pass_fds: list[int],
+    ) -> forking.Child:  # fmt: skip
+        (theirs,) = pass_fds
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", [*env["PYTHONPATH"].split(os.pathsep), *sys.path])
-            child = forking.fork(command[2:], env, {0: theirs_in, 1: theirs_out, 2: stderr.fileno()})
+            child = forking.fork(command[2:], env, {1: stdout.fileno(), 2: stderr.fileno(), theirs: theirs})
         os.setpgid(child.pid, child.pid)
-        for theirs in (theirs_in, theirs_out):
-            os.close(theirs)
-        child.stdin, child.stdout = open(ours_in, "wb", 0), open(ours_out, "rb")  # noqa: SIM115
         return child
 
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture

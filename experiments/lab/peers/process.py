@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,26 @@ class PeerProcess:
         self.name, self._timeout_s = name, settings.timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-peer-"))
         self._log = self._folder / "log"
-        self._expired = self._closed = False
+        self._closed = False
         path = os.environ.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
-        command = [settings.python or sys.executable, "-m", "experiments.lab.peers.worker", module]
-        with self._log.open("wb") as log:
+        self._pipe, theirs = Pipe()
+        command = [
+            settings.python or sys.executable,
+            "-m",
+            "experiments.lab.peers.worker",
+            module,
+            f"{theirs.fileno()}",
+        ]
+        with self._log.open("wb") as log, theirs:
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
-                    start_new_session=True,
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                    start_new_session=True, pass_fds=[theirs.fileno()],
                 )  # fmt: skip
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -106,38 +112,28 @@ class PeerProcess:
         self._closed = True
         self._kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what was not sent any more
-                pipe.close()  # type: ignore[union-attr]
+        self._pipe.close()
         end = time.monotonic() + GONE_S
         while _runs(self._process.pid) and time.monotonic() < end:
             time.sleep(0.02)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, method: str, **arguments: Any) -> None:
-        assert self._process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
-                pickle.dump((method, arguments), self._process.stdin)
-                self._process.stdin.flush()
+                self._pipe.send((method, arguments))
         except BaseException:
             self.close()
             raise
 
     def _receive(self, what: str) -> Any:
-        assert self._process.stdout is not None
-        timer = threading.Timer(self._timeout_s, self._expire)
-        timer.daemon = True
-        timer.start()
+        reply: Any = PeerError(f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)")
         try:
             try:
-                reply = pickle.load(self._process.stdout)
-            except (EOFError, pickle.UnpicklingError):  # it has ended, perhaps in the middle of a word
-                ended = f"its process ended with code {self._process.wait()}"
-                late = f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)"
-                reply = PeerError(late if self._expired else ended)
-            finally:
-                timer.cancel()
+                if self._pipe.poll(self._timeout_s):
+                    reply = self._pipe.recv()
+            except (EOFError, ConnectionError):
+                reply = PeerError(f"its process ended with code {self._process.wait()}")
             if isinstance(reply, PeerError):
                 raise PeerError(f"{self.name} could not {what}: {reply}.{self._last_words()}")
             if isinstance(reply, (PeerAbsent, ConfigError)):
@@ -150,10 +146,6 @@ class PeerProcess:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._kill()
 
     def _kill(self) -> None:
         if not hasattr(os, "killpg"):

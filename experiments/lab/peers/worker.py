@@ -1,10 +1,8 @@
-"""A peer in a process of its own: `python -m experiments.lab.peers.worker <module with open_peer>`.
+"""A peer in a process of its own: `python -m experiments.lab.peers.worker <module with open_peer> <descriptor>`.
 
-Pickles of (method, arguments) come in on stdin, `open_peer` first, and the answer to each goes out on stdout: what the
-method returned, or an exception.
-
-Both pipes are taken away from everybody else first: what a library prints goes to stderr. The end of stdin, whatever
-has ended the parent, kills this process and all that it has started: a peer has nothing to save, and the GPU is free.
+Over the descriptor's pipe come (method, arguments), `open_peer` first, and the answer to each goes back, what the
+method returned or an exception. The end of the pipe, whatever has ended the parent, kills this process and all that it
+has started: a peer has nothing to save, and the GPU is free.
 
 Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
@@ -15,14 +13,14 @@ import contextlib
 import gc
 import importlib
 import os
-import pickle
 import queue
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.schedule import from_outside
@@ -58,32 +56,21 @@ class Worker:
 
 
 def main() -> None:
-    commands, replies = _take_pipes()
+    connection = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
+    if hasattr(os, "register_at_fork"):  # the parent sees the end of the pipe when this process ends
+        os.register_at_fork(after_in_child=connection.close)
     inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     worker = Worker(sys.argv[1])
     while True:
-        pickle.dump(worker.answer(*inbox.get()), replies)
-        replies.flush()
+        connection.send(worker.answer(*inbox.get()))
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes on new descriptors; the old ones lead to nowhere and to stderr. Processes that this one forks lose
-    the new ones, so that the parent sees the end of the pipe when this process ends."""
-    commands = os.dup(0)
-    replies = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: os.closerange(commands, replies + 1))
-    return open(commands, "rb", closefd=False), open(replies, "wb", closefd=False)
-
-
-def _listen(commands: BinaryIO, inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):
+def _listen(connection: Connection, inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            inbox.put(pickle.load(commands))
+            inbox.put(connection.recv())
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
