@@ -88,7 +88,7 @@ def test_while_peers_load_engines_start_and_are_warmed_up(build, calls, monkeypa
 def test_an_engine_that_was_warm_is_warmed_up_briefly():
     asked = []
     subject = SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0))
-    lent = lending.Lent(subject, lambda ended, total: None)
+    lent = lending.Lent(subject)
     items = [Item((index,), length) for index, length in enumerate((100, 8, 30))]
     for point in ("a", "a", "b"):
         lent.warm_up(point, items, 3)

@@ -52,17 +52,9 @@ class Pass:
     before: Sequence[Item]  # what the subject had served, and not forgotten, when the pass began
 
 
-class CutPass(KeyboardInterrupt):
-    """Ctrl-C came in the middle of the timed pass."""
-
-    def __init__(self, begun: Pass) -> None:
-        super().__init__(begun)
-        self.begun = begun
-
-
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
-    the timed pass. Raises CutPass where that was interrupted."""
+    the timed pass. Raises CutOff where one was interrupted."""
     with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
         warm_up(cell, inputs, lent)
         if inputs.prime:
@@ -73,7 +65,8 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         try:
             served = lent.serve(inputs.measured, cell.workload.in_flight)
         except CutOff as stop:
-            raise CutPass(Pass(stop.served, watch.after(speed), inputs.measured, before)) from stop
+            stop.begun = Pass(stop.served, watch.after(speed), inputs.measured, before)
+            raise
         drift = watch.after(speed)
         if cell.workload.has_ramps:
             served = served.without_ramps()

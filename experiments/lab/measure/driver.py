@@ -24,16 +24,21 @@ from mini_infer.core.request import FinishReason, RequestOutput
 
 
 def drive(
-    engine: LLMEngine, items: Sequence[Item], concurrency: int, *, sleep: Callable[[float], None] = time.sleep
+    engine: LLMEngine,
+    items: Sequence[Item],
+    concurrency: int,
+    *,
+    tell: Callable[[int, int], None] = lambda ended, total: None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Served:
     """Serves `items` greedily, each with exactly its output length. Prompts and parameters are made before the clock
     starts.
 
     Args:
         concurrency: places of the closed loop; open-loop requests take none.
+        tell: is told after each step how many requests have ended, of how many.
     """
-    names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
-    outcomes, records = Outcomes(items, names, engine.clock), list[StepRecord]()
+    outcomes, records = Outcomes(items, engine.clock), list[StepRecord]()
     params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
     adapters: Sequence[str | None] = list(engine.adapters) or [None]  # requests have them in turn
     failures, last_error = 0, ""
@@ -42,7 +47,7 @@ def drive(
         engine.add_request(
             outcomes.prompts[index],
             params[index],
-            request_id=names[index],
+            request_id=outcomes.names[index],
             priority=items[index].priority,
             adapter=adapters[index % len(adapters)],
             arrival_time=outcomes.sent[index].arrival,
@@ -66,6 +71,7 @@ def drive(
         for output in outputs:
             if output.finished:
                 end(output)
+        tell(len(outcomes.traces), len(items))
         return True
 
     def end(output: RequestOutput) -> None:

@@ -18,24 +18,20 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
-from mini_infer.core.plan import StepRecord
 
 clock = time.perf_counter  # of who watches from outside
 WARM_AGAIN, WARM_TOKENS = 2, 16  # requests, and tokens of each, before a pass of an engine that has been warm
-Tell = Callable[[int, int], None]
 
 
 @dataclass
 class Lent:
     subject: Subject
-    tell: Tell  # is told, after each step of an engine in this process, how many requests of a pass have ended, of all
     # What it was asked for since it was opened, or has forgotten what it knew.
     served: list[Item] = field(default_factory=list)
     warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        with _told(self.subject, len(items), self.tell):
-            served = from_outside(self.subject.serve, items, concurrency, clock)
+        served = from_outside(self.subject.serve, items, concurrency, clock)
         self.served += items
         return served
 
@@ -62,14 +58,14 @@ class Lending:
             then not change.
         peers: those that have processes of their own.
         simulator: of the others.
-        tell: as of Lent.
+        tell: as of driver.drive, of engines in this process.
 
     Attributes:
         about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
             or what its first engine turned out to be.
     """
 
-    def __init__(self, keep: bool, peers: Peers, simulator: Simulator, tell: Tell) -> None:
+    def __init__(self, keep: bool, peers: Peers, simulator: Simulator, tell: Callable[[int, int], None]) -> None:
         self._keep = keep
         self._tell = tell
         self._peers = peers
@@ -81,7 +77,9 @@ class Lending:
     def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
         lent = self._kept.get(variant)
         if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
-            lent = Lent(self._open(kind, config), self._tell)
+            lent = Lent(self._open(kind, config))
+            if isinstance(lent.subject, EngineSubject):
+                lent.subject.tell = self._tell
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
             lent.subject.reserve_memory()
@@ -108,23 +106,3 @@ class Lending:
             gc.collect()
             torch.cuda.empty_cache()
         return self._peers.open(kind, config) or open_subject(kind, config)
-
-
-@contextmanager
-def _told(subject: Subject, total: int, tell: Tell) -> Iterator[None]:
-    if not isinstance(subject, EngineSubject):
-        yield
-        return
-    ended = 0
-
-    def observe(record: StepRecord) -> None:
-        nonlocal ended
-        ended += len(record.finished)
-        tell(ended, total)
-
-    observers = subject.engine.observers
-    observers.append(observe)
-    try:
-        yield
-    finally:
-        observers.remove(observe)

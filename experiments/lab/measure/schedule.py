@@ -127,7 +127,13 @@ class Sent(NamedTuple):
 
 
 class CutOff(KeyboardInterrupt):
-    """Ctrl-C came in the middle of a pass. What there is of it: requests that had not ended say so."""
+    """Ctrl-C came in the middle of a pass. What there is of it: requests that had not ended say so.
+
+    Attributes:
+        begun: the cells.Pass, where it was a timed one.
+    """
+
+    begun: Any = None
 
     def __init__(self, served: Served) -> None:
         super().__init__(served)
@@ -147,10 +153,10 @@ class Outcomes:
 
     schedule: Schedule
 
-    def __init__(self, items: Sequence[Item], names: Sequence[str], clock: Callable[[], float]) -> None:
+    def __init__(self, items: Sequence[Item], clock: Callable[[], float], prefix: str = "") -> None:
         self.items = items
-        self.names = names
-        self.index_of = {name: index for index, name in enumerate(names)}
+        self.names = [f"{prefix}{item.name or 'request'}-{index}" for index, item in enumerate(items)]
+        self.index_of = {name: index for index, name in enumerate(self.names)}
         self.prompts = [list(item.prompt) for item in items]
         self.sent: dict[int, Sent] = {}
         self.traces: dict[int, RequestTrace] = {}

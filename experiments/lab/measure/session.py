@@ -9,11 +9,12 @@ from typing import Any
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
-from experiments.lab.measure.cells import Cell, CutPass, Pass
+from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -88,7 +89,7 @@ class Session:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except KeyboardInterrupt as stop:
-                begun = stop.begun if isinstance(stop, CutPass) and not passes else None
+                begun = stop.begun if isinstance(stop, CutOff) and not passes else None
                 if begun is not None:
                     passes.append((cell, [begun]))
                 if passes and not self.ledger.rounds:  # else whole rounds tell more

@@ -165,12 +165,12 @@ class SimulatedSubject:
 
 def drive(cluster: Cluster, items: Sequence[Item], concurrency: int) -> Served:
     """Items through a cluster, on its time line."""
-    names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
-    outcomes, index_of = Outcomes(items, names, cluster.clock), dict[Request, int]()
+    outcomes, index_of = Outcomes(items, cluster.clock), dict[Request, int]()
 
     def send(index: int) -> None:
         item, prompt, arrival = items[index], outcomes.prompts[index], outcomes.sent[index].arrival
-        index_of[cluster.send(names[index], prompt, item.output_tokens, arrival, item.priority)] = index
+        name = outcomes.names[index]
+        index_of[cluster.send(name, prompt, item.output_tokens, arrival, item.priority)] = index
 
     def advance(due: float | None) -> bool:
         request = cluster.advance(due)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,10 +42,11 @@ class EngineSubject:
         self._step_costs = _measured_costs(self.engine)
         self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
+        self.tell: Callable[[int, int], None] = lambda ended, total: None
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._memory.start()
-        served = drive(self.engine, items, concurrency)
+        served = drive(self.engine, items, concurrency, tell=self.tell)
         return replace(
             served,
             peak_memory=self._memory.peak(served.records),

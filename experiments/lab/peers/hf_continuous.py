@@ -59,7 +59,7 @@ class HFContinuous:
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Raises RuntimeError where transformers cannot serve a request."""
         clock, manager = time.perf_counter, self._manager
-        outcomes = Outcomes(items, [f"request-{index}" for index in range(len(items))], clock)
+        outcomes = Outcomes(items, clock)
         index_of: dict[str, int] = {}
 
         def send(index: int) -> None:

@@ -125,7 +125,7 @@ class VLLM:
 def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concurrency: int) -> Served:
     """A pass; prompts and parameters are made before its clock starts."""
     clock = time.perf_counter
-    outcomes = Outcomes(items, [f"{name}-{index}" for index in range(len(items))], clock)
+    outcomes = Outcomes(items, clock, f"{name}-")
     params = [make_params(item.output_tokens) for item in items]
     token_ids: list[list[int]] = [[] for _ in items]
     token_times: list[list[float]] = [[] for _ in items]
