@@ -81,12 +81,8 @@ def expected_tokens(acceptance: float, k: int) -> float:
 
 
 def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Tokens a second with k drafts over those without (theorem 3.8 of Leviathan et al., with verify_cost = 1).
-
-    Args:
-        draft_cost: of one draft token, in steps of the target without drafts.
-        verify_cost: of a step with 1 + k tokens a row, in the same unit.
-    """
+    """Tokens a second with k drafts over those without (theorem 3.8 of Leviathan et al., with verify_cost = 1), in
+    steps of the target: `draft_cost` of a draft token, `verify_cost` of a step of 1 + k tokens a row."""
     return expected_tokens(acceptance, k) / (k * draft_cost + verify_cost)
 
 

@@ -69,10 +69,7 @@ Answers = list[Answer]
 
 
 class ExactGate:
-    """
-    Args:
-        device: "cuda" or "cpu", that the variants are measured on.
-    """
+    """`device`, that the variants are measured on, is "cuda" or "cpu"."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -152,10 +149,7 @@ def plain(config: EngineConfig) -> EngineConfig:
 
 
 def probes(whole: bool = False) -> list[Question]:
-    """
-    Args:
-        whole: prompts that fit into a step, since they are not cut into chunks.
-    """
+    """`whole` prompts fit into a step, since they are not cut into chunks."""
     rng = np.random.default_rng(15)
     size = 1000  # tokens of the shipped vocabulary that are drawn from
 

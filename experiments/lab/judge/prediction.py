@@ -28,11 +28,7 @@ class Miss(NamedTuple):
 
 
 def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
-    """The worst of all predictions, and those that missed by more than MISSED.
-
-    Args:
-        predictions: simulated variant -> the measured one.
-    """
+    """The worst of all, and those that missed by more than MISSED. `predictions`: simulated variant -> measured one."""
     found = sorted(misses(rows, predictions), key=lambda miss: -abs(miss.share))
     if not found:
         return []

@@ -58,12 +58,8 @@ class Server:
 
 
 def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
-    """What HTTP has used so far, and what the engine processes have. HTTP is the server's own process and, where that
-    one supervises several API processes, all that it has now: whichever answers, their work is one server's.
-
-    Args:
-        about: a Server's.
-    """
+    """What HTTP has used so far, and what the engine processes have, by a Server's `about`. HTTP is the server's own
+    process and, where that supervises several API processes, all that it has now: their work is one server's."""
     seconds = {}
     with contextlib.suppress(psutil.NoSuchProcess):  # `check` tells how it ended
         server = psutil.Process(about["api_pid"])

@@ -30,10 +30,7 @@ ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 
 class OverHTTP:
-    """
-    Args:
-        server: the process that holds it, where this run has started it.
-    """
+    """`server` is the process that holds it, where this run has started it."""
 
     def __init__(
         self, name: str, target: Target, about: Mapping[str, Any], clients: ClientSettings, server: PeerProcess | None
@@ -131,9 +128,7 @@ def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int
 def open_subject(
     kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, server: PeerProcess | None = None
 ) -> OverHTTP:
-    """
-    Args:
-        server: where it has been started before, and is ready.
+    """`server`: where it has been started before, and is ready.
 
     Raises:
         PeerAbsent: no server answers at peers.http.url.

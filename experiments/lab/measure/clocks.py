@@ -107,11 +107,8 @@ def find_gpu(device: str) -> Gpu | None:
 
 
 class Watch:
-    """Clocks of `device` (cpu or cuda) around passes. Each should start at the best speed seen so far.
-
-    Attributes:
-        states: what the GPU said of itself at the end of each pass.
-    """
+    """Clocks of `device` (cpu or cuda) around passes, each of which should start at the best speed seen so far; and
+    `states`, what the GPU said of itself at the end of each."""
 
     def __init__(self, device: str) -> None:
         self.states: list[GpuState] = []

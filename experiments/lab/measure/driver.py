@@ -32,12 +32,8 @@ def drive(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Served:
     """Serves `items` greedily, each with exactly its output length. Prompts and parameters are made before the clock
-    starts.
-
-    Args:
-        concurrency: places of the closed loop; open-loop requests take none.
-        tell: is told after each step how many requests have ended, of how many.
-    """
+    starts. The closed loop has `concurrency` places, the open one needs none. After each step `tell` is told how many
+    requests have ended, of how many."""
     outcomes, records = Outcomes(items, engine.clock), list[StepRecord]()
     params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
     adapters: Sequence[str | None] = list(engine.adapters) or [None]  # requests have them in turn

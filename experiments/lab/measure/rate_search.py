@@ -73,11 +73,7 @@ class Undecided(Exception):
 
 
 class Searches:
-    """The searches of a run: one a variant and repeat.
-
-    Attributes:
-        visited: names of the points that were measured.
-    """
+    """The searches of a run: one a variant and repeat. `visited` are the names of the points that were measured."""
 
     def __init__(self, session: Session, settings: RateSearch, inputs: Callable[[Point], Inputs]) -> None:
         self.rows: list[Row] = []

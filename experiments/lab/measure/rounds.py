@@ -54,11 +54,7 @@ def run(rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], st
 
 
 class Probe(Experiment):
-    """Every variant at every point of `timed`, in ABBA order; a repeat is kept whole.
-
-    Attributes:
-        timed: (variant, point), in the order of the first repeat.
-    """
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
 
     timed: Sequence[tuple[str, Point]]
 

@@ -17,12 +17,8 @@ from mini_infer.core.plan import StepRecord
 
 
 class Schedule:
-    """
-    Attributes:
-        in_flight: requests.
-        in_flight_s: the same, integrated over time as the client sees it: what the sum of their latencies
-            must be (Little 1961).
-    """
+    """`in_flight_s` is requests `in_flight`, integrated over time as the client sees it: what the sum of their
+    latencies must be (Little 1961)."""
 
     def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
         self._items = items
@@ -127,11 +123,7 @@ class Sent(NamedTuple):
 
 
 class CutOff(KeyboardInterrupt):
-    """Ctrl-C came in the middle of a pass. What there is of it: requests that had not ended say so.
-
-    Attributes:
-        begun: the cells.Pass, where it was a timed one.
-    """
+    """Ctrl-C came in the middle of a pass, `served` so far; requests without an end say so. `begun`: the timed Pass."""
 
     begun: Any = None
 

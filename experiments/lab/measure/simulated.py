@@ -40,12 +40,7 @@ class Setup:
     prompts: Setup | None = None  # of the engines that compute prompts for the others; None where there are none
 
     def cluster(self, records: list[StepRecord] | None = None, skips: bool = True) -> Cluster:
-        """As many engines as the settings say.
-
-        Args:
-            records: gets the StepRecords of all of them.
-            skips: see simulation/replica.py.
-        """
+        """As many engines as the settings say; `records` gets all StepRecords. `skips`: see simulation/replica.py."""
         config, observe = self.config, None if records is None else records.append
         engines = []
         for parallel in config.parallel.of_engines:

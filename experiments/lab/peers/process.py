@@ -90,11 +90,7 @@ class PeerProcess:
         self.call("forget its prefix cache", "forget")
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
-        """What a method of the peer returns. Raises NoProfile as it does.
-
-        Args:
-            what: it does, for errors.
-        """
+        """What a method of the peer returns. Raises NoProfile as it does. `what` it does is for errors."""
         self._send(method, **arguments)
         found = self._receive(what)
         if isinstance(found, NoProfile):

@@ -23,11 +23,7 @@ between them counts in full. Of rows without any difference, about one in twenty
 
 
 def compare(a: Path, b: Path, revision: str = "") -> str:
-    """The comparison as text. Raises StoreError where it makes no sense.
-
-    Args:
-        revision: of git, at which `a` was what is compared.
-    """
+    """As text; `revision`: of git, at which `a` was what is compared. Raises StoreError where it makes no sense."""
     first, second = store.read(a), store.read(b)
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")

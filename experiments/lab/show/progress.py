@@ -15,12 +15,8 @@ TOLD_S = 5.0  # from one word about a pass under way to the next
 
 
 class Steps:
-    """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step.
-
-    Attributes:
-        pace: how far the step that is under way has come, and how long all of them take like that; empty before it is
-            known.
-    """
+    """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step. `pace` tells
+    how far the one under way has come, and how long all take like that; it is empty before that is known."""
 
     pace = ""
     _begun = 0.0  # when the step that is under way was

@@ -56,11 +56,8 @@ class Ledger:
     def enter(
         self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
     ) -> None:
-        """Of several attempts at a cell the last one counts; the rows of the others are kept, and are invalid.
-
-        Args:
-            absent: what could not be measured, and why.
-        """
+        """Of several attempts at a cell the last one counts; rows of the others are kept, and are invalid. `absent` is
+        what could not be measured, and why."""
         found = Round()
         baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
         for cell, attempts in passes:

@@ -42,10 +42,7 @@ class Row:
 
 
 class Table:
-    """
-    Attributes:
-        absent: (variant, point) of what nobody tried to measure.
-    """
+    """`absent` is (variant, point) of what nobody tried to measure."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.absent = {(row.variant, row.point) for row in rows if row.is_absent}

@@ -24,12 +24,8 @@ Medians = Mapping[tuple[str, str, str], Values]  # by variant, point and metric
 
 
 def track(result: Result, figures: Sequence[Path], settings: TrackerSettings, root: Path) -> None:
-    """Hands a finished, stored and reported run to the tracker of `settings`. Never raises an Exception.
-
-    Args:
-        figures: PNG files of the report.
-        root: where a relative settings.folder starts.
-    """
+    """Hands a finished, stored and reported run, with `figures` of PNG, to the tracker of `settings`, whose folder may
+    start at `root`. Never raises an Exception."""
     if settings.kind is TrackerKind.none:
         return
     try:
