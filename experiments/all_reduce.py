@@ -33,10 +33,7 @@ REFERENCE = "the sum of the parts of all ranks in fp32"
 
 @dataclass(frozen=True)
 class AllReduceSpec(RanksSpec):
-    """
-    Attributes:
-        rows: numbers of rows that are summed, each of `hidden` numbers.
-    """
+    """`rows` are numbers of rows that are summed, each of `hidden` numbers."""
 
     rows: tuple[int, ...] = ()
     hidden: int = 3584

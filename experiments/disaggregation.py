@@ -299,11 +299,7 @@ def _config(engine: EngineConfig, variant: str) -> EngineConfig:
 
 
 class _Engines:
-    """Engine processes of one config at a time, or of several side by side.
-
-    Args:
-        keep: those of all configs stay, from their start to the end.
-    """
+    """Engine processes of one config at a time; or of several side by side, which are kept to the end."""
 
     asked: AsyncEngine
 

@@ -217,11 +217,8 @@ def _kv_blocks(model: ModelConfig, dtype: CacheDType) -> int:
 
 
 class _Study:
-    """The reference, the text that all variants read, and what has been quantized.
-
-    Attributes:
-        notes: what the sweep of sensitivity found, a line for each variant.
-    """
+    """The reference, the text that all variants read, what has been quantized; and `notes` of the sweep of sensitivity,
+    one for each variant."""
 
     def __init__(self, folder: Path, spec: QuantizationSpec, seed: int) -> None:
         self._folder, self._spec, self._seed = folder, spec, seed

@@ -147,11 +147,7 @@ def _keys_of(path: Path) -> dict[str, Key]:
 
 
 class Exceeded(Exception):
-    """A key has taken what it may.
-
-    Attributes:
-        retry_after: seconds until it may take more.
-    """
+    """A key has taken what it may, and may take more in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

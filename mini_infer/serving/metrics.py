@@ -36,21 +36,15 @@ COUNTED = {  # by API processes: the family's name, what it tells, its labels
 
 
 class Model(Protocol):
-    """
-    Attributes:
-        replicas: whose Stats to read, of those that can be asked.
-    """
+    """`replicas` are whose Stats to read, of those that can be asked."""
 
     name: str
     replicas: Sequence[Replica]
 
 
 class Metrics:
-    """The engines' metrics, labelled with the model's name and the replica's number.
-
-    Args:
-        own_process: with process_*, of this process; where several answer in turn, they would say nothing.
-    """
+    """The engines' metrics, labelled with the model's name and the replica's number; with `own_process` process_* of
+    this process, too: where several answer in turn, they would say nothing."""
 
     def __init__(self, models: Sequence[Model], own_process: bool) -> None:
         self._registry = CollectorRegistry()
@@ -125,10 +119,7 @@ class _Collector(Collector):
         values: Iterable[tuple[tuple[Any, ...], float]],
         *labels: str,
     ) -> Metric:
-        """
-        Args:
-            values: each behind its model's name, its replica's number and what the further labels are.
-        """
+        """`values`: each behind its model's name, its replica's number and what the further labels are."""
         family = kind(PREFIX + name, text, labels=["model_name", "replica", *labels])
         for told, value in values:
             family.add_metric([*map(str, told)], value)

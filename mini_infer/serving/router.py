@@ -126,11 +126,7 @@ class Router:
         return chain
 
     def route(self, chain: Chain, completions: int, among: Collection[int]) -> Route:
-        """Chooses a replica for a request, and counts it there until `end`.
-
-        Args:
-            among: those that take requests; at least one.
-        """
+        """Chooses a replica `among` those that take requests (one at least), and counts it there until `end`."""
         self._num_routes += 1
         number, depth = self._choose(chain, among)
         replica = self._replicas[number]
@@ -143,10 +139,7 @@ class Router:
         return route
 
     def end(self, route: Route, cached_tokens: int | None = None) -> None:
-        """
-        Args:
-            cached_tokens: of the prompt, found in the replica's cache; None where it did not get so far as to tell.
-        """
+        """`cached_tokens` were found in the replica's cache; None where it did not get so far as to tell."""
         replica = self._replicas[route.replica]
         replica.ours -= route.completions
         self.loads[route.replica] -= route.completions

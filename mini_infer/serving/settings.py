@@ -82,11 +82,7 @@ class Reasoning(str, Enum):
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the server is told of a model beside its engine's own settings.
-
-    Raises:
-        ConfigError: a value that cannot work; it names the setting.
-    """
+    """What the server is told of a model beside its engine's own settings. A ConfigError names what cannot work."""
 
     dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
     use_cuda_graph: bool = False  # short for --graphs.capture always
@@ -138,11 +134,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the server is told, whatever it serves.
-
-    Raises:
-        ConfigError: a value that cannot work; it names the setting.
-    """
+    """What the server is told, whatever it serves. A ConfigError names the setting whose value cannot work."""
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # to listen on; 0 takes a free one, which is printed

@@ -33,10 +33,7 @@ GiveBack = Callable[[int, int], None]  # told the generated tokens and the compl
 
 
 class Callers:
-    """
-    Args:
-        accounts: as `Accounts` takes it.
-    """
+    """`accounts` as `Accounts` takes it."""
 
     def __init__(self, settings: ServerSettings, accounts: int | None) -> None:
         self._keys = settings.keys

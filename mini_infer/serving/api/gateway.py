@@ -98,10 +98,7 @@ def _about(replica: Replica) -> dict[str, Any]:
 
 
 class Gateway:
-    """
-    Args:
-        accounts: as with `Accounts`.
-    """
+    """`accounts` as with `Accounts`."""
 
     def __init__(self, settings: ServerSettings, accounts: int | None = None) -> None:
         self.settings = settings

@@ -56,11 +56,7 @@ def _token_id(key: str) -> int:
 
 
 def constraint(body: GenerationRequest) -> Any:
-    """SamplingParams.grammar, by whichever of its names the request asks for it; None where it asks for none.
-
-    Raises:
-        RequestError: it asks for two.
-    """
+    """SamplingParams.grammar, by whichever of its names is used; None without any. Raises RequestError for two."""
     own = body.structured_outputs or StructuredOutputs.model_validate({})
     wanted = {
         "response_format": _response_format(body.response_format),

@@ -73,11 +73,8 @@ class Running:
 
 
 class Answer(Response):
-    """Ends its engine streams when it is done, when the client goes away, and when it is told to.
-
-    Args:
-        running: of which this is one until it has ended.
-    """
+    """Ends its engine streams when it is done, when the client goes away, and when it is told to. It is one of
+    `running` until it has ended."""
 
     def __init__(self, streams: Sequence[Stream], render: Renderer, running: Running, request_id: str) -> None:
         self._streams = streams

@@ -108,11 +108,8 @@ async def _read(request: Request, limit: int, grow: Callable[[int], None]) -> by
 
 
 class UnfinishedBodies:
-    """Bodies that have not come to their end: their bytes have a limit together, whoever sends them.
-
-    Args:
-        limit: bytes of all together. What a body has below LARGE is not counted: small requests always come through.
-    """
+    """Bodies that have not come to their end: their bytes have a `limit` together, whoever sends them. What a body has
+    below LARGE is not counted: small requests always come through."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -159,10 +156,7 @@ def parse_json(data: bytes) -> Any:
 
 
 class LargeBodies:
-    """
-    Args:
-        names: the fields that a request may have; others are not looked at.
-    """
+    """`names` are the fields that a request may have; others are not looked at."""
 
     def __init__(self, names: Collection[str]) -> None:
         fields = [(name, msgspec.Raw, None) for name in names]

@@ -19,11 +19,7 @@ class Turns:
         self._passing = False
 
     def take(self, client: str, begin: Callable[[], object]) -> None:
-        """`begin` is called in a coming pass of the event loop.
-
-        Args:
-            client: its address. Those of one come in their order.
-        """
+        """`begin` is called in a coming pass of the event loop; those of one `client` (an address) in their order."""
         self._waiting.setdefault(client, deque()).append(begin)
         if not self._passing:
             self._pass_later()

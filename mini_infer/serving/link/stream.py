@@ -89,12 +89,8 @@ class Stream:
             await self._news()
 
     async def forward(self, write: Write) -> None:
-        """Calls `write` with what has come, until the stream has ended. Most calls are made in the very pass that takes
-        in the engine's message: no task is woken for them.
-
-        Args:
-            write: gets one delta a completion.
-        """
+        """Calls `write` with what has come, a delta a completion, until the stream has ended. Most calls are made in
+        the very pass that takes in the engine's message: no task is woken for them."""
         while True:
             blocked = self._fetch(write)
             while blocked is None and not self.is_over:

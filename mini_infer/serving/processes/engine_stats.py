@@ -16,10 +16,7 @@ MOST_COUNTED = 2**15  # names: adapters come and go under any
 
 
 class EngineStats:
-    """
-    Attributes:
-        computed_tokens: of prompts and outputs.
-    """
+    """`computed_tokens` are those of prompts and outputs."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine

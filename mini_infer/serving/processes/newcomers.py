@@ -96,10 +96,7 @@ class _Preparation:
 
 
 class Newcomers:
-    """
-    Args:
-        grammars: LLMEngine.grammars.
-    """
+    """`grammars` are LLMEngine.grammars."""
 
     def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars

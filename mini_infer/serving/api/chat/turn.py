@@ -92,10 +92,7 @@ class Call:
 
 
 class Part(NamedTuple):
-    """
-    Attributes:
-        call: which one's name or arguments it is.
-    """
+    """`call` is which one's name or arguments it is."""
 
     kind: Kind
     text: str
@@ -131,11 +128,7 @@ class AnswerReader:
         return self._parser is not None and self._parser.passes
 
     def read(self, text: str, last: bool = False) -> list[Part]:
-        """What is certain now.
-
-        Args:
-            last: the answer ends with this text.
-        """
+        """What is certain now. `last`: the answer ends with this text."""
         assert self._parser is not None
         parts = []
         for kind, piece in self._parser.push(text, last):
