@@ -125,7 +125,7 @@ def quick_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with drafts times steps of all sizes, for seconds; tests/runtime/test_step_costs.py is about that."""
     from mini_infer.speculative import step_costs
 
-    for name, value in {"REPEATS": 2, "PLAN_S": 0.001, "BUDGET_S": 0.01}.items():
+    for name, value in {"CONTEXT_TOKENS": 16, "REPEATS": 2, "PLAN_S": 0.001, "BUDGET_S": 0.01}.items():
         monkeypatch.setattr(step_costs, name, value)
 
 

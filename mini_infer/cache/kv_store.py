@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ class KVStore:
         scales: Tensor | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        self.allocate = allocate or partial(torch.zeros, device=device)
+        self.allocate = allocate or partial(_zeros, device=device)
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -125,3 +127,10 @@ def _alike(planes: tuple[Plane, ...]) -> list[tuple[list[str], Plane]]:
         for stored in plane.stored:
             found.setdefault((stored.shape, stored.dtype), ([], stored))[0].append(stored.name)
     return list(found.values())
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU a page that nothing has been written to takes neither time nor memory, which torch's own zeros do."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mini_infer.core.errors import ModelError
+from mini_infer.core.lean_imports import without_models
 from mini_infer.core.model_config import Implementation
 from mini_infer.modeling.moe_config import FeedForwards, deepseek, mixtral, olmoe, qwen_moe
 from mini_infer.modeling.rope import RopeSpec
@@ -182,7 +183,8 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
         from transformers import AutoConfig  # takes seconds to import, and a dry model needs none of it
 
         model_type, parts = ARCHITECTURES[name]
-        config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
+        with without_models():
+            config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
         return replace(decoder_spec(name, config, source, **parts(config)), quantization=quantization)
     except ModelError:
         raise

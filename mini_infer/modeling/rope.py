@@ -35,9 +35,12 @@ class RotaryTable(nn.Module):
     def __init__(self, rope: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inv_freq = rope.inverse_frequencies(head_dim).to(device)
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32, device=device), inv_freq)
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        table = torch.cat((cos, cos, -sin, sin), dim=1).to(dtype)
+        if device.type == "meta":  # to compute without numbers, torch would import its compiler for seconds
+            table = torch.empty((max_len, 4 * len(inv_freq)), dtype=dtype, device=device)
+        else:
+            angles = torch.outer(torch.arange(max_len, dtype=torch.float32, device=device), inv_freq)
+            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+            table = torch.cat((cos, cos, -sin, sin), dim=1).to(dtype)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,11 +142,16 @@ def compose_config(configs_are_made_once: None) -> Callable[..., DictConfig]:
     return made
 
 
+class Undrawn(Figure):
+    def draw(self, renderer: Any) -> None:
+        """An empty picture."""
+
+
 @pytest.fixture(scope="module")
 def quick_figures() -> Iterator[None]:
-    """Drawn without looking for room, for tests of all but what they look like."""
+    """Composed without looking for room, and not drawn, for tests of all but what they look like."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame, "new", lambda width, height: Figure(figsize=(width, height), dpi=20))
+        patch.setattr(frame, "new", lambda width, height: Undrawn(figsize=(width, height), dpi=20))
         yield
 
 

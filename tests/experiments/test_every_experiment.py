@@ -62,7 +62,7 @@ EVERY = [(name, *run) for name, node in EXPERIMENTS.items() for run in _runs(nod
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
 FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed")
 FEW = {
-    "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=12"],
+    "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=8"],
     "uniform": [
         *("workload.count=4", "workload.warmup=2", "workload.min_output_tokens=8", "workload.max_output_tokens=24")
     ],
@@ -182,10 +182,10 @@ _DRAFT = "engine.speculation.draft={path: tiny-draft, load_format: auto, hf_conf
 PAIRED = {
     "spec_decode": [
         *("~experiment.variants.draft_1", "~experiment.variants.draft_2", "~experiment.variants.draft_7"),
-        "workload.min_output_tokens=16",
-        "workload.max_output_tokens=16",
+        "workload.min_output_tokens=8",
+        "workload.max_output_tokens=8",
     ],
-    "spec_decode_edits": ["workload.min_output_tokens=16", "workload.max_output_tokens=16"],
+    "spec_decode_edits": ["workload.min_output_tokens=8", "workload.max_output_tokens=8"],
     "spec_decode_drafts": [_DRAFT],
     "spec_decode_acceptance": [_DRAFT],
     "spec_decode_adaptive": [_DRAFT],

@@ -24,14 +24,15 @@ from mini_infer.runtime.worker.request_states import RequestStates
 SCHEDULER = {"max_num_batched_tokens": 1024, "max_num_seqs": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "swap, overlap": {"scheduler": {"preemption": "swap", "overlap": "always"}},
-    "drafts": {"speculation": {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}},
-    "synthetic drafts": {"speculation": {"method": "synthetic", "acceptance": 0.5, "adaptive": False}},
-    "static, contiguous": {
-        "cache": {"layout": "contiguous", "prefix_caching": False},
-        "scheduler": {"batching": "static"},
+    "swap, overlap, synthetic drafts": {
+        "scheduler": {"preemption": "swap", "overlap": "always"},
+        "speculation": {"method": "synthetic", "acceptance": 0.5, "adaptive": False},
     },
-    "whole prompts": {"scheduler": {"chunked_prefill": False}},
+    "drafts": {"speculation": {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}},
+    "static, contiguous, whole prompts": {
+        "cache": {"layout": "contiguous", "prefix_caching": False},
+        "scheduler": {"batching": "static", "chunked_prefill": False},
+    },
 }
 
 
@@ -175,7 +176,7 @@ FAULTS: dict[Any, str] = {  # and the variant that has it
     _drawn_by_company: "as it is",
     _neighbours_logprobs: "as it is",
     _stale_token: "drafts",
-    _blocks_come_back_in_other_places: "swap, overlap",
+    _blocks_come_back_in_other_places: "swap, overlap, synthetic drafts",
 }
 NEEDS_LONG = {_freed_early, _skipped, _blocks_come_back_in_other_places}  # prompts in chunks, or memory that gets short
 

@@ -85,7 +85,6 @@ def test_a_picture_that_is_not_there_leaves_its_name():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_figures")
 def test_the_file_has_every_page_and_picture_and_nothing_from_elsewhere(tmp_path):
     names = {"base": 'a "quoted" <name>', "new": "on"}
     steps = engine_steps("base", 30) + engine_steps("new", 30)

@@ -46,13 +46,12 @@ TABLE: dict[str, dict[str, Any]] = {
         "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
         "scheduler": {"overlap": "always"},
     },
-    "chunks, recompute": {**SHORT, "scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 4}},
-    "overlap and swap": {
+    "chunks, overlap and swap": {
         **SHORT,
         "cache": {**SHORT["cache"], "num_host_blocks": 16},
-        "scheduler": {"preemption": "swap", "overlap": "always"},
+        "scheduler": {"preemption": "swap", "overlap": "always", "max_num_batched_tokens": 8, "max_num_seqs": 4},
     },
-    "prefixes in host memory, int8 weights, fp8 keys and values": {
+    "recompute, prefixes in host memory, int8 weights, fp8 keys and values": {
         "cache": {**SHORT["cache"], "host_prefix_gib": 2**-8, "dtype": "fp8"},
         "model": {**SHORT["model"], "quantization": "w8a16"},
     },
@@ -78,8 +77,8 @@ LAYOUTS = {
     "2 stages of 2 ranks": {"tensor": 2, "pipeline": 2},
 }
 # Four processes have what is between stages and what is between ranks at once: KV that moves, and drafts.
-OF_FOUR = {"overlap and swap", "draft model"}
-CASES = [(name, layout) for name in TABLE for layout in LAYOUTS if name in OF_FOUR or "of" not in layout]
+OF_FOUR = {"chunks, overlap and swap", "draft model"}
+CASES = [(name, layout) for name in TABLE for layout in LAYOUTS if (name in OF_FOUR) == ("of" in layout)]
 
 
 @functools.cache

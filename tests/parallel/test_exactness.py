@@ -114,16 +114,16 @@ def answers(make_engine: MakeEngine, shape: dict[str, Any], parallel: dict[str, 
 
 def test_any_ranks_and_stages_give_the_same_bits(make_engine: MakeEngine) -> None:
     """Four ranks send sums of few rows in one shot, and of more in two."""
-    layouts = ({"tensor": 1}, {"tensor": 4}, {"tensor": 1, "pipeline": 2}, {"tensor": 2, "pipeline": 2})
+    layouts = ({"tensor": 1}, {"tensor": 4}, {"tensor": 2, "pipeline": 2})
     shape = {**SHAPE, "num_hidden_layers": 2}
     one, *others = (answers(make_engine, shape, layout, slice(1, 3)) for layout in layouts)
-    assert [other == one for other in others] == [True] * 3
+    assert [other == one for other in others] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("shape", "layouts"),
     [
-        pytest.param(LATENTS, [{"tensor": 4}, {"tensor": 2, "expert": 2}], id="latents"),
+        pytest.param(LATENTS, [{"tensor": 2}, {"tensor": 2, "expert": 2}], id="latents"),
         pytest.param(MIXTURE, [{"tensor": 2}], id="mixture"),
         pytest.param(NO_SHARED_EXPERTS, [{"tensor": 2}], id="mixture without shared experts"),
     ],

@@ -86,9 +86,7 @@ def test_a_draft_model_changes_no_greedy_token(expected: list, machine: str) -> 
     ("quantization", "kv", "machine"),
     [
         ("w8a8", "fp8", "short of memory, swap"),
-        ("w8a16", "auto", "short of memory, recompute"),
         ("mixed", "auto", "short of memory, recompute"),
-        ("fp8", "auto", "short of memory, swap"),
         ("fp8_block", "auto", "short of memory, recompute"),
         ("w4a16", "fp8", "short of memory, swap"),
     ],

@@ -1,5 +1,8 @@
 """What a start does for its speed's sake, and what it says of where its seconds went."""
 
+import subprocess
+import sys
+
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine
@@ -26,6 +29,15 @@ def test_an_engine_tells_where_its_seconds_went() -> None:
     startup = LLMEngine(EngineConfig()).startup
     assert {"load", "tokenizer", "allocate", "reserve memory"} <= startup.phases.keys()
     assert 0 < sum(startup.phases.values()) <= startup.seconds
+
+
+def test_what_takes_long_to_import_is_imported_when_it_is_needed() -> None:
+    code = (
+        "import sys; from mini_infer import EngineConfig, LLMEngine; "
+        "LLMEngine(EngineConfig.from_dict({'model': {'path': 'tiny-draft', 'device': 'cpu'}})).generate('x'); "
+        "assert not {'llguidance', 'torch._dynamo', 'transformers.models.auto.modeling_auto'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("most", [1, 5, 8])

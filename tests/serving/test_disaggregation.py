@@ -39,7 +39,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Prompts are computed chunk by chunk, by two ranks."""
-    forks().imports("transformers.models.auto.modeling_auto")  # seconds, for each of the engines
+    forks().imports("transformers.models.qwen2.tokenization_qwen2")  # seconds, for each of the engines
     chunks = ("--scheduler.max_num_seqs", "8", "--scheduler.max_num_batched_tokens", "64", "--model.threads", "1")
     ranks = ("--parallel.prefill_tensor", "2", "--parallel.hand_over", "always")
     flags = ("--model", "tiny-target", "--model.device", "cpu", *ranks, *ROLES, *chunks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any, TypeAlias
 from mini_infer import assets
 from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.core.errors import ModelError, RequestError
+from mini_infer.core.lean_imports import without_models
 from mini_infer.runtime.text.conversation import Conversation, checked_messages, checked_text
 
 VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# transformers imports its parts when they are asked for, which two threads cannot at once.
-_importing = threading.Lock()
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -43,12 +41,16 @@ def _load_hf(name: str) -> Any | None:
     source = folder if folder.is_dir() else name
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
         return None
-    with _importing:
-        # Takes a second to import, which the dry model need not wait for.
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
     try:
+        if folder == assets.shipped_path(folder.name):  # AutoTokenizer would find the same, and takes seconds to import
+            with without_models():
+                from transformers import Qwen2Tokenizer
+            return Qwen2Tokenizer.from_pretrained(source)
+        with without_models():
+            # Takes a second to import, which the dry model need not wait for.
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
+            from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
         settings = get_tokenizer_config(source)
         # AutoTokenizer would replace normalizer and pre-tokenizer of a tokenizer.json by those of the model's
         # architecture, even where the folder asks for a tokenizer just as it is written there.

@@ -55,7 +55,7 @@ def allocate_kv(model: Model, num_blocks: int, block_size: int, allocate: Alloca
             scales=model.kv_scales,
             allocate=allocate,
         )
-    except (torch.OutOfMemoryError, OSError) as error:
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         needed = layout.bytes_per_block(block_size) * (num_blocks + 1)
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks takes {gib(needed)}, which the GPU has not free: lower "
