@@ -43,6 +43,7 @@ OF_PASS = (
 )
 GPUS = Metric("GPUs", "", Better.lower)
 REPLICAS = "engine.parallel.replicas"
+LOSERS = 2  # that are to be measured beside the winner
 PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
 SAID_WHOLE = ("parallel", "scheduler", "cache", "speculation")  # sections of the engine: of others, what was searched
 
@@ -149,8 +150,8 @@ class Capacity(Experiment):
         sure = next((plan for plan in plans if plan.keeps and not plan.bound), None)
         beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if best.bound and sure else []
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
-        notes = [self._answer(best), *beside, *self._worth(best), _front_words(front), own, *self._refused()]
-        notes = [note for note in (*notes, *self._sources) if note]
+        notes = [self._answer(best), *beside, *self._losers(best, plans), *self._worth(best), _front_words(front), own]
+        notes = [note for note in (*notes, *self._refused(), *self._sources) if note]
         print("\n".join(notes), file=sys.stderr)
         # The best one last: it is what the page's first sentence is about.
         return Findings(rows, notes=notes, points=[plan.point for plan in reversed(plans)], procedure="nothing is "
@@ -284,6 +285,17 @@ class Capacity(Experiment):
             f"{best.point.name}: {best.values['slo_share']:.1%} do, and its {quantile.upper()} are {near}. Allow as "
             f"much, ask it of fewer requests, or {way_out}"
         )
+
+    def _losers(self, best: Plan, plans: Sequence[Plan]) -> Iterator[str]:
+        """The next ones, each with settings of its own: whether the winner is one shows beside them."""
+        others: dict[str, Plan] = {}
+        for plan in plans:
+            if best.keeps and not plan.alone and plan.settings != best.settings:
+                others.setdefault(self._command(plan), plan)
+        few = list(others.items())[:LOSERS]
+        if few:
+            told = "; ".join(f"{plan.words}, {plan.point.name}: {command}" for command, plan in few)
+            yield f"To be measured beside it, where there are as many GPUs: {told}"
 
     def _bounds(self) -> str:
         return " and ".join(

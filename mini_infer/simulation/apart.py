@@ -1,5 +1,6 @@
 """Prompts that one simulated engine computes for another (docs/disaggregation.md). What they say to each other is the
-protocol's own, and is heard at once. Blocks are pushed while they are computed, which takes no time of its own.
+protocol's own, and is heard at once. Blocks are pushed while they are computed, one step's after the other's: what is
+still on its way when the last of them is computed holds up its end, but for the last layer's part.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class SimulatedReceiver(NoReceiver):
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def end(self, transfer_id: int, computed: Request | None) -> None:
-        """A transfer has ended now. None: nobody has computed it."""
+    def end(self, transfer_id: int, computed: Request | None, copying: float) -> None:
+        """A transfer has ended now, whose copies took so long. None: nobody has computed it."""
         asked, handover = self._asked.pop(transfer_id), None
         if computed is not None:
             assert computed.first_scheduled_time is not None
             times = computed.first_scheduled_time, computed.token_times[-1]
-            handover = Handover(asked, *times, copying=0.0, arrived=self._clock.now, num_bytes=0)
+            handover = Handover(asked, *times, copying, arrived=self._clock.now, num_bytes=0)
         self._arrived.append(Arrival(transfer_id, handover))
 
 
@@ -93,5 +94,6 @@ class Errands:
 
     def _end(self, request: Request, computed: Request | None, now: float) -> int:
         number, ask = self._computing.pop(request)
-        self._replicas[number].hear(ask.transfer_id, computed, now)
+        copying = self._replicas[int(ask.at)].push_s(request)
+        self._replicas[number].hear(ask.transfer_id, computed, copying, now)
         return number

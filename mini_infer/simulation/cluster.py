@@ -130,7 +130,7 @@ class Cluster:
     def _act(self, number: int) -> None:
         replica = self._replicas[number]
         for request in replica.run():
-            self._add_event(replica.clock.now, request)
+            self._add_event(max(replica.clock.now, replica.pushed), request)
         self._schedule(number)
         if self._prompts or len(self._routers) > 1:
             self._tell(number)

@@ -16,7 +16,7 @@ in the curves, which therefore belong to one model, layout and machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -70,6 +70,10 @@ class StepCosts(Protocol):
         """KV blocks between the device and the host."""
         ...
 
+    def push_s(self, blocks: int) -> float:
+        """KV blocks from an engine that computes prompts to one that decodes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -99,6 +103,7 @@ class FittedCosts:
     row_s: float
     block_s: float = 0.0
     beside_s: float = 0.0
+    push_block_s: float = 0.0
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
@@ -118,8 +123,11 @@ class FittedCosts:
     def copy_s(self, blocks: int) -> float:
         return self.block_s * blocks
 
+    def push_s(self, blocks: int) -> float:
+        return self.push_block_s * blocks
+
     def slower(self, times: float) -> FittedCosts:
-        """Of a device that takes so many times as long; the host is the same."""
+        """Of a device that takes so many times as long; the host and its links are the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
-        attention = times * self.slot_s, times * self.reach_s, times * self.pair_s
-        return FittedCosts(decode, prompts, *attention, self.plan_s, self.row_s, self.block_s, times * self.beside_s)
+        of_device = {name: times * getattr(self, name) for name in ("slot_s", "reach_s", "pair_s", "beside_s")}
+        return replace(self, decode=decode, prompts=prompts, **of_device)

@@ -48,6 +48,7 @@ class SimulatedStep:
     plan: StepPlan
     end: float  # on the device
     accepted: list[int] | None  # drafts of each row; None: nobody drafts
+    pushed: float  # when the other engines have its blocks
 
 
 class SimulatedExecutor(Executor):
@@ -55,6 +56,9 @@ class SimulatedExecutor(Executor):
     Args:
         clock: the engine's.
         acceptance: rate of drafts.
+
+    Attributes:
+        pushed: when the other engines have the blocks of all steps that were collected.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class SimulatedExecutor(Executor):
         self._acceptance = None if acceptance is None else Acceptance(acceptance)
         self._copies: deque[tuple[float, int]] = deque()  # (end, transfer id), one after the other
         self._copying_until = 0.0
+        self._link_free_at = self.pushed = 0.0
         self._last: SimulatedStep | None = None
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
@@ -80,12 +85,15 @@ class SimulatedExecutor(Executor):
             self._copying_until = max(self._copying_until, clock.now) + self.costs.copy_s(len(transfer.pairs))
             self._copies.append((self._copying_until, transfer.transfer_id))
         end = clock.now
+        if plan.pushes:  # layer by layer, from the first one on
+            blocks = sum([len(push.pairs) for push in plan.pushes])
+            self._link_free_at = max(self._link_free_at, end, self._free_at[0]) + self.costs.push_s(blocks)
         if plan.req_indices:
             share = self.costs.device_s(Work.of(plan)) / self.stages
             for stage, free_at in enumerate(self._free_at):
                 self._free_at[stage] = end = max(free_at, end) + share
         accepted = None if self._acceptance is None else self._acceptance.of(plan)
-        self._last = SimulatedStep(plan, end, accepted)
+        self._last = SimulatedStep(plan, end, accepted, max(end, self._link_free_at) if plan.pushes else 0.0)
         return self._last
 
     def look_ahead(self, ends: list[float], rows: int, contexts: range) -> None:
@@ -112,6 +120,7 @@ class SimulatedExecutor(Executor):
         """A step without rows waits for all copies."""
         clock, plan = self.clock, handle.plan
         clock.wait_until(handle.end if plan.req_indices else self._copying_until)
+        self.pushed = max(self.pushed, handle.pushed)
         done = []
         while self._copies and self._copies[0][0] <= clock.now:
             done.append(self._copies.popleft()[1])

@@ -121,6 +121,15 @@ class Replica:
         """The earliest moment at which it does something that anybody could see; it is busy."""
         return self._ends[self._num_ahead - 1] if self._num_ahead else self.clock.now
 
+    @property
+    def pushed(self) -> float:
+        """When the engines that it computes prompts for have the KV of its steps so far."""
+        return self._executor.pushed
+
+    def push_s(self, request: Request) -> float:
+        """What the copies of a prompt that it has computed for another take, in all."""
+        return 0.0 if request.export is None else self._executor.costs.push_s(len(request.export.blocks))
+
     def add(
         self,
         request_id: str,
@@ -161,11 +170,11 @@ class Replica:
         self._wake(now)
         self.core.abort([request])
 
-    def hear(self, transfer_id: int, computed: Request | None, now: float) -> None:
+    def hear(self, transfer_id: int, computed: Request | None, copying: float, now: float) -> None:
         """As SimulatedReceiver.end."""
         assert self.receiver is not None
         self._wake(now)
-        self.receiver.end(transfer_id, computed)
+        self.receiver.end(transfer_id, computed, copying)
 
     def _wake(self, now: float) -> None:
         """Something comes from outside."""

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.ablation import Ablation
 from experiments.capacity import Capacity
@@ -20,9 +21,10 @@ from experiments.lab.measure.simulated import Simulator
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
-from mini_infer.core.config import Device, EngineConfig, ModelConfig, ParallelConfig
+from mini_infer.core.config import Connector, Device, EngineConfig, ModelConfig, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec
+from mini_infer.runtime import preflight
 from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
 DRY = [
@@ -56,7 +58,7 @@ def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
 
 
-def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> None:
+def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs.save(tmp_path / "a.yaml", a_file(machine="NVIDIA B200"))
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
     assert "the roofline, a bound that no step can beat" in found.found.source
@@ -64,6 +66,9 @@ def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> Non
     spec = load_spec(TINY.model)
     weights = 2 * sum(spec.hidden_size * w for w in (spec.vocab_size,)) / 4400e9
     assert found.found.costs.device_s(Work.decode(1, 10)) > weights
+    monkeypatch.setattr(preflight, "sees_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"which GPU is to be simulated is not said.* choose hardware=\.\.\."):
+        Simulator(Hardware(), 1, tmp_path).setup(TINY)
     without = dataclasses.replace(GPU, ceilings=())
     with pytest.raises(ConfigError, match=r"no costs are known of Qwen2.*there are no ceilings for a roofline"):
         Simulator(without, 1, tmp_path).setup(TINY)
@@ -76,6 +81,28 @@ def test_a_pipeline_takes_the_costs_of_whole_steps(tmp_path: Path, machine: str)
     staged = dataclasses.replace(TINY, parallel=ParallelConfig(pipeline=2))
     one, two = (Simulator(GPU, 1, tmp_path).setup(engine).found.costs for engine in (TINY, staged))
     assert two.device_s(Work.decode(8, 100)) == one.device_s(Work.decode(8, 100))
+
+
+def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None:
+    """Of a link that nobody has measured it is said that it is taken to take no time."""
+    costs.save(tmp_path / "a.yaml", a_file())
+    apart = dataclasses.replace(TINY, parallel=ParallelConfig(prefill=1, decode=1))
+    linked = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0, "to_host": 50.0})
+    for machine in ("NVIDIA H200", "NVIDIA B200"):  # fitted costs, and the roofline's
+        here = dataclasses.replace(GPU, machine=machine, ceilings=(linked,))
+        found = Simulator(here, 1, tmp_path).setup(apart)
+        block = load_spec(TINY.model).kv_layout(torch.bfloat16).bytes_per_block(16)
+        assert found.prompts is not None
+        assert found.prompts.found.costs.push_s(3) == pytest.approx(3 * block / 400e9)
+        assert "nobody has measured" not in found.found.source
+        stream = dataclasses.replace(apart.parallel, connector=Connector.stream)
+        slower = Simulator(here, 1, tmp_path).setup(dataclasses.replace(apart, parallel=stream)).prompts
+        assert slower is not None
+        assert slower.found.costs.push_s(3) == pytest.approx(3 * block / 50e9)
+    unknown = Simulator(GPU, 1, tmp_path).setup(apart)
+    assert unknown.prompts is not None
+    assert unknown.prompts.found.costs.push_s(3) == 0
+    assert "how quick the link between engines is nobody has measured" in unknown.found.source
 
 
 def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
@@ -207,6 +234,10 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
     assert {p.values["engine.scheduler.max_num_seqs"] for p in found.points} == {2, 8}
     assert any(note.startswith("Cost against latency, where nothing is better in both") for note in found.notes)
+    beside = next(note for note in found.notes if note.startswith("To be measured beside it"))
+    commands = re.findall(r"mini-infer-serve [^;]*", beside)
+    assert len({*commands, found.notes[0].partition("Start it with: ")[2]}) == len(commands) + 1, "each once"
+    assert all(parse(shlex.split(command)[1:], {}).models for command in commands)
     fewer = plan(compose_config, most_replicas=count - 1).notes[0]
     assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
     assert f"The nearest is replicas={count - 1}: " in fewer

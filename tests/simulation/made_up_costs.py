@@ -15,6 +15,10 @@ LIMITS = Limits(max_model_len=512, reason="a test", num_blocks=400, num_host_blo
 
 
 def replica(
-    overlap: bool = True, skips: bool = True, config: EngineConfig = CONFIG, limits: Limits = LIMITS
+    overlap: bool = True,
+    skips: bool = True,
+    config: EngineConfig = CONFIG,
+    limits: Limits = LIMITS,
+    costs: FittedCosts = COSTS,
 ) -> Replica:
-    return Replica(config, limits, COSTS, overlap, skips=skips)
+    return Replica(config, limits, costs, overlap, skips=skips)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from made_up_costs import CONFIG, LIMITS, replica
+from made_up_costs import CONFIG, COSTS, LIMITS, replica
 
 from mini_infer.core.config import HandOver, ParallelConfig, RouterPolicy
 from mini_infer.core.errors import RequestError
@@ -68,6 +69,23 @@ def test_more_replicas_are_quicker_and_a_prefix_is_computed_once_on_each() -> No
     assert sum(r.num_cached_tokens == 0 for r in spread.values()) > sum(
         r.num_cached_tokens == 0 for r in three.values()
     )
+
+
+def test_little_is_kept_of_what_has_ended() -> None:
+    """Also where nobody collects garbage: the last steps' requests of each replica at most."""
+
+    def alive() -> int:
+        return sum(isinstance(thing, Request) for thing in gc.get_objects())
+
+    three = cluster(3)
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        assert len(run(three, rate=150)) == 150
+        assert alive() - before <= 3 * CONFIG.scheduler.max_num_seqs
+    finally:
+        gc.enable()
 
 
 def test_time_goes_on_without_requests_and_never_back() -> None:
@@ -133,12 +151,17 @@ def test_several_routers_hear_what_the_others_have_sent() -> None:
 
 
 def apart(
-    prefill: int, decode: int, overlap: bool = True, skips: bool = True, blocks: int = LIMITS.num_blocks
+    prefill: int,
+    decode: int,
+    overlap: bool = True,
+    skips: bool = True,
+    blocks: int = LIMITS.num_blocks,
+    push_block_s: float = 0.0,
 ) -> Cluster:
     """Engines for prompts, and engines that decode."""
     both = ParallelConfig(prefill=prefill, decode=decode, hand_over=HandOver.always)
-    limits = replace(LIMITS, num_blocks=blocks)
-    engines = [replica(overlap, skips, replace(CONFIG, parallel=one), limits) for one in both.of_engines]
+    limits, costs = replace(LIMITS, num_blocks=blocks), replace(COSTS, push_block_s=push_block_s)
+    engines = [replica(overlap, skips, replace(CONFIG, parallel=one), limits, costs) for one in both.of_engines]
     return Cluster(engines, Router(both.routing, len(engines), CONFIG.cache))
 
 
@@ -158,10 +181,34 @@ def test_a_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
     assert (moved.computed, moved.arrived) == pytest.approx((computed, computed), rel=1e-12)
 
 
+def test_blocks_on_their_way_hold_up_who_waits_for_them() -> None:
+    """Three blocks of a prompt, pushed from the beginning of its one step on, of some 5 ms."""
+    for push_s, hidden in ((1e-3, True), (4e-3, False)):
+        two = apart(1, 1, overlap=False, push_block_s=push_s)
+        request = two.send("a", range(10), 2)
+        assert two.advance() is request
+        moved, begun = request.handover, 2e-4 + 1e-6
+        assert moved is not None
+        assert moved.copying == pytest.approx(3 * push_s)
+        assert moved.arrived == pytest.approx(moved.computed if hidden else begun + 3 * push_s, rel=1e-12)
+        assert request.token_times[0] == pytest.approx(moved.arrived + begun + 5e-3 + 10e-10, rel=1e-12)
+
+
+def test_an_engines_pushes_take_turns() -> None:
+    """Two prompts, of a step with 16 blocks of 20 ms each: the second one's go when the first one's are there."""
+    two = apart(1, 1, push_block_s=0.02)
+    requests = [two.send(name, [index] * 65, 1) for index, name in enumerate("ab")]
+    while two.advance() is not None:
+        pass
+    arrived = [request.handover.arrived for request in requests if request.handover is not None]
+    assert arrived == pytest.approx([2e-4 + 1e-6 + 0.32, 2e-4 + 1e-6 + 0.64], rel=1e-3)
+
+
+@pytest.mark.parametrize("push_block_s", [0.0, 1e-3])
 @pytest.mark.parametrize("blocks", [60, LIMITS.num_blocks])
-def test_skipping_changes_nothing_where_prompts_are_computed_apart(blocks: int) -> None:
+def test_skipping_changes_nothing_where_prompts_are_computed_apart(blocks: int, push_block_s: float) -> None:
     """Also where memory is so short that requests give way whose prompts are under way."""
-    clusters = [apart(2, 2, skips=skips, blocks=blocks) for skips in (False, True)]
+    clusters = [apart(2, 2, skips=skips, blocks=blocks, push_block_s=push_block_s) for skips in (False, True)]
     steps, skipped = (run(two, rate=150) for two in clusters)
     assert len(steps) == 150
     assert {name: r.token_times for name, r in steps.items()} == {name: r.token_times for name, r in skipped.items()}

@@ -6,7 +6,7 @@ not by its name. Written by `python run.py experiment=calibrate`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.store import result as store
-from mini_infer.core.config import DryConfig, EngineConfig, When
+from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
@@ -123,7 +123,10 @@ def find(folder: Path, target: Target) -> Found:
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
         if known.machine == target.machine and known.layout == layout:
-            return Found(known.costs, f"fitted: {path.name}, of {known.measured}")
+            measured = known.costs
+            if not measured.push_block_s:  # one engine alone has pushed nothing
+                measured = replace(measured, push_block_s=push_block_s(target))
+            return Found(measured, f"fitted: {path.name}, of {known.measured}")
         others.append((_differences(known, target), path.name))
     nearest = min(others, default=None, key=lambda other: len(other[0]))
     hint = "" if nearest is None else f"; the nearest is {nearest[1]}, but for {', '.join(nearest[0])}"
@@ -160,6 +163,9 @@ class Dry:
     def copy_s(self, blocks: int) -> float:
         return 0.0
 
+    def push_s(self, blocks: int) -> float:
+        return 0.0
+
 
 class Roofline:
     """The least time that the hardware allows a step. Ranks share it, and talk in no time; stages take it together."""
@@ -168,7 +174,7 @@ class Roofline:
         assert target.ceilings is not None
         self._spec, self._dtype = target.spec, target.dtype
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
-        self._block = target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
+        self._block, self._push_block_s = _block_bytes(target), push_block_s(target)
 
     def device_s(self, work: Work) -> float:
         prompts = work.prompt_tokens
@@ -194,6 +200,26 @@ class Roofline:
     def copy_s(self, blocks: int) -> float:
         rate = self._ceilings.link_gb_s.get("to_host")
         return blocks * self._block / (rate * 1e9) if rate else 0.0
+
+    def push_s(self, blocks: int) -> float:
+        return self._push_block_s * blocks
+
+
+def _block_bytes(target: Target) -> int:
+    return target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
+
+
+def push_block_s(target: Target) -> float:
+    """Seconds of a KV block to another engine, at the rate that was measured of the link. Each rank has one, and pushes
+    its part. 0 where the rate is not known."""
+    parallel, known = target.config.parallel, target.ceilings
+    if known is None:
+        return 0.0
+    if target.device == "cpu":
+        rate = known.copy_gb_s / 2  # of bytes read and bytes written
+    else:
+        rate = known.link_gb_s.get("to_host" if parallel.connector is Connector.stream else "to_peer", 0.0)
+    return _block_bytes(target) / parallel.ranks / (rate * 1e9) if rate else 0.0
 
 
 def read(path: Path) -> CostFile:

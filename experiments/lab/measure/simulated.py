@@ -21,12 +21,14 @@ from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import Request
 from mini_infer.modeling.loader import outline
 from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.runtime import preflight
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
 
 CPU_KV_GIB = 0.5  # as an engine on a CPU takes where nothing is said
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
+FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class Simulator:
         if config.parallel.prefill:
             of_prompts, *_, of_others = config.parallel.of_engines
             prompts, others = (self._of_one(replace(config, parallel=one)) for one in (of_prompts, of_others))
-            return replace(others, config=config, prompts=prompts)
+            found = others.found
+            if not prompts.found.costs.push_s(1):
+                found = replace(found, source=f"{found.source}; {FREE_PUSHES}")
+            return replace(others, config=config, found=found, prompts=prompts)
         return self._of_one(config)
 
     def _of_one(self, config: EngineConfig) -> Setup:
@@ -87,6 +92,7 @@ class Simulator:
                 f"engine.model.device={device}, and the chosen hardware is {self.chosen.machine}, a "
                 f"{self.chosen.device.value}: choose the one of the other"
             )
+        self._require_machine(device)
         here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
         known = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads).ceilings
         memory_gib = self.chosen.memory_gib
@@ -99,8 +105,16 @@ class Simulator:
     def key(self, config: EngineConfig) -> str:
         """Of the machine, as hardware.key."""
         if config.model.load_format is LoadFormat.dry or not self.chosen.machine:
-            return hardware.key(hardware.resolve(config.model.device))
+            device = hardware.resolve(config.model.device)
+            self._require_machine(device)
+            return hardware.key(device)
         return "cpu" if self.chosen.device is Device.cpu else hardware.short_gpu_name(self.chosen.machine)
+
+    def _require_machine(self, device: str) -> None:
+        if device == "cuda" and not self.chosen.machine and not preflight.sees_gpu():
+            raise ConfigError(
+                "which GPU is to be simulated is not said, and none is here: choose hardware=... from conf/hardware"
+            )
 
 
 def _limits(target: Target) -> Limits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from experiments.lab import check
@@ -112,6 +113,7 @@ class Trace(Arriving):
             "prompts_cut_off": sum(got < shrunk(r.prompt_tokens, self.shrink) for r, (got, _) in cut),
             "outputs_cut_off": sum(got < shrunk(r.output_tokens, self.shrink) for r, (_, got) in cut),
             "recorded_s": records[-1].time_s - records[0].time_s,
+            "longest_pause_s": max([b.time_s - a.time_s for a, b in pairwise(records)], default=0.0),
             "recorded_prompt_tokens": sum(record.prompt_tokens for record in records),
             "recorded_output_tokens": sum(record.output_tokens for record in records),
         }
