@@ -159,8 +159,9 @@ def expert_results(
     num_tiles = pairs // rows + count  # at most: each expert may leave one that is not full
     order, places = ids.new_empty(pairs), ids.new_empty((3, num_tiles))
     block = min(max(triton.next_power_of_2(pairs), 128), 8192)
+    warps = 1 if block == 128 else max(4, block // 512)  # one waits for no other
     place_kernel[(count,)](
-        ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=max(4, block // 512), **options
+        ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=warps, **options
     )
 
     def product(source: Tensor, weight: _Weight, target: Tensor, tile: Tile, gated: bool, chunks: int = 1) -> None:

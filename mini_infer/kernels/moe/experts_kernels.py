@@ -248,8 +248,8 @@ def place_kernel(
     first, last = begin // BLOCK_ROWS + expert, end // BLOCK_ROWS + expert + 1  # the last is the next expert's first
     if expert == tl.num_programs(0) - 1:
         last = num_tiles
-    for start in range(first, last, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
+    for start in range(first, last, 32):  # most experts have a tile or two
+        tile = start + tl.arange(0, 32)
         row = begin + (tile - first) * BLOCK_ROWS
         tl.store(tiles_ptr + tile, tl.where(row < end, expert, -1), mask=tile < last)
         tl.store(tiles_ptr + num_tiles + tile, row, mask=tile < last)
