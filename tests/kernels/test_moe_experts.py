@@ -156,19 +156,28 @@ def test_products_are_those_of_the_definition(
     torch.testing.assert_close(experts(*layer.some(), residual, few_tokens=few), residual + got)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 3, 24, 20), (3, 3, 7, 72, 40)], ids=str)
-def test_shared_experts_are_some_of_the_chosen(shape: tuple[int, ...], device: torch.device) -> None:
-    layer, alike = Layer(*shape, torch.float32, device), 2
+def with_two_shared(layer: Layer) -> tuple[Tensor, Tensor]:
+    """What the layer computes with its first two experts shared; and as it does where each token goes to them, too,
+    with a weight of one."""
     x, routes, (gate_up, down, *_) = layer.some()
     residual, inner = torch.randn_like(x), down.shape[2]
-    shared_gate_up, shared_down = gate_up[:alike], down[:alike]  # two that each token goes to with a weight of one
-    ids = torch.arange(alike, dtype=torch.int32, device=device).expand(len(x), alike)
+    gates, ups = gate_up[:2].split(inner, dim=1)
+    shared = torch.cat((gates.flatten(0, 1), ups.flatten(0, 1))), down[:2].transpose(0, 1).flatten(1).contiguous()
+    ids = torch.arange(2, dtype=torch.int32, device=x.device).expand(len(x), 2)
     more = Routes(torch.cat((routes.ids, ids), 1), torch.cat((routes.weights, torch.ones_like(ids).float()), 1))
-    gates, ups = shared_gate_up.split(inner, dim=1)
-    shared = torch.cat((gates.flatten(0, 1), ups.flatten(0, 1))), shared_down.transpose(0, 1).flatten(1).contiguous()
     got = experts(x, routes, layer.weights, residual, few_tokens=100, shared=shared)
-    expected = experts(x, more, layer.weights, residual, few_tokens=100)
-    torch.testing.assert_close(got, expected)
+    return got, experts(x, more, layer.weights, residual, few_tokens=100)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 24, 20), (3, 3, 7, 72, 40)], ids=str)
+def test_shared_experts_are_some_of_the_chosen(shape: tuple[int, ...], device: torch.device) -> None:
+    torch.testing.assert_close(*with_two_shared(Layer(*shape, torch.float32, device)))
+
+
+@pytest.mark.gpu
+def test_shared_experts_of_deepseek_v2_lites_shape() -> None:
+    got, expected = with_two_shared(Layer(1, 6, 64, 2048, 1408, torch.bfloat16, "cuda"))
+    assert (got - expected).norm() < 0.01 * expected.norm()
 
 
 def test_shared_experts_ride_along_for_one_token_of_plain_weights_alone(device: torch.device) -> None:
