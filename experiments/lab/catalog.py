@@ -219,8 +219,8 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        is_path = "/" in value or Path(value).is_dir() or shipped_path(value) is not None
-        if key == "model" and is_path and not (conf / "model" / f"{value}.yaml").exists():
+        other = key == "model" and not (conf / "model" / f"{value}.yaml").exists()
+        if other and ("/" in value or Path(value).is_dir() or shipped_path(value) is not None):
             argument = f"engine.model.path={value}"
         if key.startswith("slo."):
             argument = f"experiment.{argument}"

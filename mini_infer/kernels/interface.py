@@ -277,6 +277,12 @@ class Kernels(Protocol):
         """x [T, H] -> [T, H] of its dtype: the sum over a token's experts of their weight times down(silu(gate x) *
         up x), plus residual [T, H]. `elsewhere`: some experts are -1, for which nothing is added, whatever x is."""
 
+    def experts_and_shared(
+        self, x: Tensor, routes: Routes, weights: ExpertWeights, shared: tuple[Tensor, Tensor], residual: Tensor
+    ) -> Tensor | None:
+        """`experts`, with what shared experts make of every token in the sum, where that is the fastest; else None.
+        shared: their gate over up [2S, H] and down [H, S]."""
+
     def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         """The first part of `experts`: what each of a token's experts makes of it, [T, k, H] float32, for sums that go
         on elsewhere before they are rounded."""

@@ -54,6 +54,7 @@ class LatentShape(Packs):
     rope_dim: int
     block_r: int
     tile: int  # keys
+    neighbours: int  # keys of a tile that lie beside each other in a block
 
 
 @triton.jit
@@ -82,7 +83,11 @@ def _attend(
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
     last_seen = (length - S.query_len + token)[:, None]
-    blocks = tl.load(table + (begin + lanes) // S.block_size, mask=begin + lanes < end, other=0)
+    # A place is looked up once for such a run of keys, and what is within it is known to the compiler.
+    WIDTH: tl.constexpr = S.neighbours
+    UNIT: tl.constexpr = SIZE & -SIZE
+    runs, within = tl.arange(0, S.tile // WIDTH) * WIDTH, tl.arange(0, WIDTH)
+    blocks = tl.load(table + (begin + runs) // S.block_size, mask=begin + runs < end, other=0)
     # A finite floor, not -inf: a query that sees nothing of a part then needs no guard against inf - inf.
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -90,14 +95,18 @@ def _attend(
     for start in tl.range(begin, end, S.tile):
         position = start + lanes
         inside = position < end
-        places = latents + (blocks * S.block_size + position % S.block_size).to(tl.int64)[:, None] * SIZE
+        first = (blocks * S.block_size + (start + runs) % S.block_size).to(tl.int64)
+        # A reshape forgets what numbers are multiples of, without which loads would be narrow: so the last factor of
+        # SIZE comes behind it, and no other, since a sum is shifted as its terms are.
+        units = tl.reshape((first[:, None] + within[None, :]) * (SIZE // UNIT), (S.tile,))
+        places = latents + units[:, None] * UNIT
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
         c = tl.load(places + c_dims, mask=inside[:, None] & (c_dims < S.value_dim), other=0.0).to(q_c.dtype)
         r = tl.load(places + S.value_dim + r_dims, mask=inside[:, None] & (r_dims < S.rope_dim), other=0.0).to(
             q_r.dtype
         )
         # The next tile's blocks, a turn ahead, so that its loads need not wait for where they are.
-        upcoming = position + S.tile
+        upcoming = start + S.tile + runs
         blocks = tl.load(table + upcoming // S.block_size, mask=upcoming < end, other=0)
         scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
         scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
@@ -241,7 +250,9 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> tuple[Laten
     # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB; or three of 32, and room for two programs; in fp32
     # one of 16.
     tile, stages = (16, 1) if itemsize == 4 else (64, 2) if rows == 64 else (32, 3)
-    shape = LatentShape(num_heads, query_len, 1, rank, block_size, rows, block_c, size - rank, block_r, tile)
+    shape = LatentShape(
+        num_heads, query_len, 1, rank, block_size, rows, block_c, size - rank, block_r, tile, math.gcd(block_size, tile)
+    )
     return shape, {"num_warps": 8 if block_c * rows > 8192 else 4, "num_stages": stages}
 
 

@@ -155,6 +155,11 @@ class TorchKernels:
     ) -> Tensor:
         return experts_reference(x, routes, weights, residual)
 
+    def experts_and_shared(
+        self, x: Tensor, routes: Routes, weights: ExpertWeights, shared: tuple[Tensor, Tensor], residual: Tensor
+    ) -> Tensor | None:
+        return None
+
     def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         return expert_results_reference(x, routes, weights).float()
 
@@ -197,6 +202,7 @@ class TritonKernels(TorchKernels):
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._router, self._experts, self._few_tokens = route, experts.experts, experts.FEW_TOKENS
+        self._can_share = experts.can_share
         self._expert_results, self._add_experts = experts.expert_results, experts.add_experts
         self._quantized_norm = rms_norm.quantized_rms_norm
 
@@ -291,6 +297,13 @@ class TritonKernels(TorchKernels):
         elsewhere: bool = False,
     ) -> Tensor:
         return self._experts(x, routes, weights, residual, elsewhere=elsewhere, few_tokens=self._few_tokens)
+
+    def experts_and_shared(
+        self, x: Tensor, routes: Routes, weights: ExpertWeights, shared: tuple[Tensor, Tensor], residual: Tensor
+    ) -> Tensor | None:
+        if len(x) != 1 or not self._few_tokens or not self._can_share(weights, shared):
+            return None  # of more tokens each would read the shared weights anew
+        return self._experts(x, routes, weights, residual, shared=shared)
 
     def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         return self._expert_results(x, routes, weights, torch.float32)

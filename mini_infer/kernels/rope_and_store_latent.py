@@ -35,7 +35,7 @@ def rope_and_store_latent_reference(q: Tensor, kv: Tensor, norm: Norm, places: L
     return torch.cat((q[..., :-rope_dim], turned(q[..., -rope_dim:])), dim=2)
 
 
-@triton.jit(do_not_specialize=["q_stride", "kv_stride"])
+@triton.jit
 def _rope_and_store_latent_kernel(
     q_ptr,
     kv_ptr,
@@ -90,8 +90,11 @@ def _rope_and_store_latent_kernel(
 @triton.jit
 def _turn(from_ptr, to_ptr, half, inside, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
-        first = tl.load(from_ptr + 2 * half, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(from_ptr + 2 * half + 1, mask=inside, other=0.0).to(tl.float32)
+        PAIRS: tl.constexpr = half.shape[1]
+        pair = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.reshape(tl.join(inside, inside), [inside.shape[0], 2 * PAIRS])
+        numbers = tl.load(from_ptr + pair, mask=both, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(numbers, [inside.shape[0], PAIRS, 2]))
     else:
         first = tl.load(from_ptr + half, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(from_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)

@@ -80,6 +80,11 @@ class MoE(nn.Module):
         x, total, routes = self._routed(stream, tokens)
         if self._parallel.size > 1:
             return self._over_ranks(x, total, routes)
+        shared = None if self.shared is None or self.shared_gate is not None else self.shared.weights
+        if shared is not None:
+            y = self._kernels.experts_and_shared(x, routes, self.experts.weights, shared, total)
+            if y is not None:
+                return y, None
         base, residual = self._base(x, total)
         return self._kernels.experts(x, routes, self.experts.weights, base), residual
 

@@ -102,6 +102,7 @@ OWN = {
         *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_32", "~experiment.variants.w4_gptq_32z"),
     ],
+    "expert_quantization": ["experiment.windows=1", "experiment.window_tokens=4"],
     "fleet": [
         "experiment.requests=60",
         *("~experiment.cases", "+experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}"),

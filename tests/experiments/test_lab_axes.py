@@ -174,6 +174,8 @@ def test_a_run_is_a_trial_unless_it_is_recorded(compose_config):
     assert compose_config().paths.results == "trial/results"
     assert catalog.shorthand(["--record"], CONF) == ["paths.results=results", "paths.reports=reports"]
     assert catalog.shorthand(["model=tiny-draft", "model=tiny"], CONF) == ["engine.model.path=tiny-draft", "model=tiny"]
+    long = f"engine.model.hf_config={{architectures: [{'Llama' * 60}]}}"  # no file's name is
+    assert catalog.shorthand([long], CONF) == [long]
     assert catalog.shorthand(["--resume"], CONF) == ["paths.resume=true"]
     assert catalog.shorthand(["slo.ttft_ms=500"], CONF) == ["experiment.slo.ttft_ms=500"]
     ignored = subprocess.run(["git", "check-ignore", "trial/results/x"], cwd=ROOT, capture_output=True, check=False)

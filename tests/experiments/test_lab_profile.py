@@ -97,7 +97,31 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_dot_kernel", "_dot_kernel", "linear"),
         ("_split_rows_kernel", "_split_rows_kernel", "attention"),
         *((name, name, "adapter") for name in ("_group_kernel", "_shrink_kernel", "_expand_kernel")),
-        ("grouped_kernel", "grouped_kernel", "other"),  # of experts
+        *(
+            (name, None, "experts")
+            for name in (
+                "few_gate_up_kernel",
+                "few_down_kernel",
+                "place_kernel",
+                "grouped_kernel",
+                "combine_kernel",
+                "fused_moe_kernel",
+                "void vllm::moe::moe_align_block_size_kernel<int>(int const*)",
+            )
+        ),
+        *(
+            (name, None, "router")
+            for name in (
+                "_route_kernel",
+                "_norm_and_route_kernel",
+                "void vllm::moe::topkGatingSoftmax<4, 128, 4, 16, int>(float const*)",
+            )
+        ),
+        ("_head_products_kernel", None, "latent"),
+        ("_mla_decode_kernel", None, "attention"),
+        ("_merge_parts_kernel", None, "attention"),
+        ("_rope_and_store_latent_kernel", None, "rope"),
+        ("_quant_linear_kernel", None, "linear"),
         *((name, name, "sample") for name in ("_maxima", "guess", "gather", "find_cut", "_weigh", "_pick")),
         ("_gather", "_gather", "rows"),  # of a step's input
         ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "rows"),

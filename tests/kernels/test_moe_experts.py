@@ -18,6 +18,7 @@ from mini_infer.kernels.interface import ExpertWeights, Norm, RouterSpec, Routes
 from mini_infer.kernels.moe.experts import Tile, add_experts, expert_results, experts, tiles_for
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.kernels.moe.route import norm_and_route, route
+from mini_infer.kernels.ops import InvariantKernels, TritonKernels
 from mini_infer.kernels.rms_norm import add_rms_norm_reference
 from mini_infer.parallel.context import tree_sum
 from mini_infer.quantization.formats import SCHEMES, Scheme, WeightFormat, quantize
@@ -153,6 +154,41 @@ def test_products_are_those_of_the_definition(
     assert ((got - layer.exact()).abs() <= layer.bound(len(got))).all()
     residual = torch.randn_like(got)
     torch.testing.assert_close(experts(*layer.some(), residual, few_tokens=few), residual + got)
+
+
+def with_two_shared(layer: Layer) -> tuple[Tensor, Tensor]:
+    """What the layer computes with its first two experts shared; and as it does where each token goes to them, too,
+    with a weight of one."""
+    x, routes, (gate_up, down, *_) = layer.some()
+    residual, inner = torch.randn_like(x), down.shape[2]
+    gates, ups = gate_up[:2].split(inner, dim=1)
+    shared = torch.cat((gates.flatten(0, 1), ups.flatten(0, 1))), down[:2].transpose(0, 1).flatten(1).contiguous()
+    ids = torch.arange(2, dtype=torch.int32, device=x.device).expand(len(x), 2)
+    more = Routes(torch.cat((routes.ids, ids), 1), torch.cat((routes.weights, torch.ones_like(ids).float()), 1))
+    got = experts(x, routes, layer.weights, residual, few_tokens=100, shared=shared)
+    return got, experts(x, more, layer.weights, residual, few_tokens=100)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 24, 20), (3, 3, 7, 72, 40)], ids=str)
+def test_shared_experts_are_some_of_the_chosen(shape: tuple[int, ...], device: torch.device) -> None:
+    torch.testing.assert_close(*with_two_shared(Layer(*shape, torch.float32, device)))
+
+
+@pytest.mark.gpu
+def test_shared_experts_of_deepseek_v2_lites_shape() -> None:
+    got, expected = with_two_shared(Layer(1, 6, 64, 2048, 1408, torch.bfloat16, "cuda"))
+    assert (got - expected).norm() < 0.01 * expected.norm()
+
+
+def test_shared_experts_ride_along_for_one_token_of_plain_weights_alone(device: torch.device) -> None:
+    kernels, layer = TritonKernels(), Layer(2, 2, 3, 24, 20, torch.float32, device)
+    x, routes, weights = layer.some()
+    shared = torch.randn(80, 24, device=device), torch.randn(24, 40, device=device)
+    assert kernels.experts_and_shared(x, routes, weights, shared, x) is None
+    one = x[:1], Routes(routes.ids[:1], routes.weights[:1]), weights
+    assert kernels.experts_and_shared(*one, shared, x[:1]) is not None
+    assert kernels.experts_and_shared(*one, (shared[0], shared[1][:, :30]), x[:1]) is None
+    assert InvariantKernels().experts_and_shared(*one, shared, x[:1]) is None
 
 
 @pytest.mark.parametrize("few", [0, 100])

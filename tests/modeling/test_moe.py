@@ -22,11 +22,12 @@ from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import RouterSpec, TokenPlaces
+from mini_infer.kernels.interface import Norm, RouterSpec, Stream, TokenPlaces
 from mini_infer.kernels.moe.reference import route_reference
-from mini_infer.kernels.ops import InvariantKernels, Kernels, TritonKernels
+from mini_infer.kernels.ops import InvariantKernels, Kernels, TorchKernels, TritonKernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
+from mini_infer.modeling.moe import MoE
 from mini_infer.modeling.moe_config import deepseek
 from mini_infer.modeling.spec import ExpertNames, MLPSpec, MoESpec
 
@@ -168,6 +169,27 @@ def test_missing_experts_are_named_all_at_once(tmp_path: Path) -> None:
 def test_kernels_compute_what_torch_does(kernels: type, run: Callable[[Model], Tensor]) -> None:
     shape = {"num_hidden_layers": 1, "moe_intermediate_size": 48, "hidden_size": 64}
     torch.testing.assert_close(run(make(dummy(shape), kernels())), run(make(dummy(shape))), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_shared_experts_add_the_same_whether_they_ride_along_or_not(tokens: int) -> None:
+    shape = {"n_shared_experts": 2, "n_routed_experts": 4, "hidden_size": 64, "moe_intermediate_size": 48}
+    attention = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    shape |= {**attention, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_group": 1}
+    shape |= {
+        "v_head_dim": 16,
+        "first_k_dense_replace": 0,
+        "num_hidden_layers": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    }
+    x, places = torch.randn(tokens, 64), TokenPlaces(torch.arange(tokens), torch.arange(tokens))
+    got = []
+    for kernels in (TritonKernels(), TorchKernels()):
+        (layer,) = (part for part in make(dummy(shape), kernels).modules() if isinstance(part, MoE))
+        y, residual = layer(Stream(x, None, Norm(torch.ones(64), 1e-6)), places)
+        got.append(y if residual is None else y + residual)
+    torch.testing.assert_close(*got, rtol=1e-4, atol=1e-5)
 
 
 class TestRouting:

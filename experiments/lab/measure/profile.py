@@ -26,9 +26,13 @@ STEP = "decode step"  # the annotation around one
 VLLM_STEP = "execute_context"  # begins that of vLLM
 STEPS = 25  # that are profiled
 CALM = 8  # decode steps before them, and between two looks
-ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "adapter", "other")
+ROLES = (
+    "linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "adapter", "router", "experts", "latent",
+    "other",
+)  # fmt: skip
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
-# kernels some are named by how they work: those of gemv.py, and of the sampler all.
+# kernels some are named by how they work: those of gemv.py, and of the sampler all. A router's picks the best, as a
+# sampler's does, and ours has a norm in it.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
 _ROLE_PATTERNS = (
     (
@@ -37,8 +41,20 @@ _ROLE_PATTERNS = (
     ),
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
     ("adapter", r"^_(group|shrink|expand)_kernel$"),
-    ("attention", r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla_decode|^_split_rows_kernel$"),
-    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
+    ("router", r"route_kernel$|topk_?(gating|softmax)|grouped_topk"),
+    (
+        "experts",
+        r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|moe_(align|sum)|expert",
+    ),
+    ("latent", r"^_head_products_kernel$|cache_mla"),
+    (
+        "attention",
+        r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|^_(split_rows|merge_parts|merge)_kernel$",
+    ),
+    (
+        "linear",
+        r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot|linear|quant_linear|quantize|dequantize)_kernel$",
+    ),
     ("norm", r"norm|rsqrt"),
     ("rope", r"rope|rotary"),
     ("silu", r"silu|swiglu"),

@@ -5,6 +5,7 @@ A pair is a token and one of its k experts: pair p is token p // k. Few tokens a
     few     pairs --> gate, up, SiLU-mul: h [T k, I] --> down, times weights, summed over a token's pairs --> [T, H]
 
             A program owns some outputs of one pair, then of one token, and reads just the experts that were chosen.
+            Shared experts of a single token are more of its pairs, instead of two kernels of their own.
 
     many    ids --> place: pairs in the order of their experts, and tiles of them
             --> gate, up, SiLU-mul: h [T k, I] in that order --> down: y [T k, H] by pairs --> combine --> [T, H]
@@ -88,42 +89,58 @@ def experts(
     *,
     elsewhere: bool = False,
     few_tokens: int = FEW_TOKENS,
+    shared: tuple[Tensor, Tensor] | None = None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """Arguments and result as of Kernels.experts, summed in float32.
 
     Args:
         few_tokens: up to so many go the way of few; 0: none, for sums in one order.
+        shared: as in Kernels.experts_and_shared; of few tokens, and where `can_share` says so.
         tiles: instead of those for this number of pairs, for tests and measurements.
     """
     out = torch.empty_like(x)
     if len(x) > few_tokens:
+        assert shared is None, "they are of few tokens"
         results = expert_results(x, routes, weights, x.dtype, tiles=tiles)
         add_experts(results, routes.weights, residual, out, routes.ids if elsewhere else None)
     elif len(x):
-        _few(x, routes, weights, residual, out, elsewhere)
+        _few(x, routes, weights, residual, out, elsewhere, shared)
     return out
 
 
+def can_share(weights: ExpertWeights, shared: tuple[Tensor, Tensor]) -> bool:
+    """Whether shared experts, gate_up [2S, H] and down [H, S], can be computed as if they were some of the others."""
+    return isinstance(weights.down, Tensor) and shared[1].shape[1] % weights.down.shape[2] == 0
+
+
 def _few(
-    x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, out: Tensor, elsewhere: bool
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    elsewhere: bool,
+    shared: tuple[Tensor, Tensor] | None,
 ) -> None:
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
     (tokens, chosen), size, inner = routes.ids.shape, x.shape[1], gate_up.codes.shape[1] // 2
-    x, h = _as_quantized(x, activations), x.new_empty((tokens * chosen, inner))
+    shared_gate_up, shared_down = (None, None) if shared is None else (weight.contiguous() for weight in shared)
+    more = 0 if shared_down is None else shared_down.shape[1] // inner
+    x, h = _as_quantized(x, activations), x.new_empty((tokens * (chosen + more), inner))
 
     def options(tile: FewTile, weight: _Weight, in_size: int) -> dict[str, Any]:
         block_k = weight.block_k(min(triton.next_power_of_2(in_size), tile.k))
         unroll = min(tile.unroll, triton.cdiv(in_size, block_k))
-        shape = FewShape(chosen, size, inner, weight.form, elsewhere, tile.outs, block_k, unroll)
+        shape = FewShape(chosen, more, size, inner, weight.form, elsewhere, tile.outs, block_k, unroll)
         return {"S": shape, "num_warps": tile.num_warps, **launch_options(x.device)}
 
-    few_gate_up_kernel[(triton.cdiv(2 * inner, FEW_GATE_UP.outs), tokens * chosen)](
-        x, routes.ids, gate_up[:3], h, **options(FEW_GATE_UP, gate_up, size)
+    few_gate_up_kernel[(triton.cdiv(2 * inner, FEW_GATE_UP.outs), len(h))](
+        x, routes.ids, gate_up[:3], shared_gate_up, h, **options(FEW_GATE_UP, gate_up, size)
     )
     h = _as_quantized(h, activations)
     few_down_kernel[(triton.cdiv(size, FEW_DOWN.outs), tokens)](
-        h, *routes, down[:3], residual, out, **options(FEW_DOWN, down, inner)
+        h, *routes, down[:3], shared_down, residual, out, **options(FEW_DOWN, down, inner)
     )
 
 
@@ -142,8 +159,9 @@ def expert_results(
     num_tiles = pairs // rows + count  # at most: each expert may leave one that is not full
     order, places = ids.new_empty(pairs), ids.new_empty((3, num_tiles))
     block = min(max(triton.next_power_of_2(pairs), 128), 8192)
+    warps = 1 if block == 128 else max(4, block // 512)  # one waits for no other
     place_kernel[(count,)](
-        ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=max(4, block // 512), **options
+        ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=warps, **options
     )
 
     def product(source: Tensor, weight: _Weight, target: Tensor, tile: Tile, gated: bool, chunks: int = 1) -> None:

@@ -98,6 +98,7 @@ class FewShape:
     """What the kernels for few tokens are compiled for, which call it S."""
 
     chosen: int
+    shared: int  # experts that every token goes to, beside the chosen: their weights are one product's
     size: int
     inner: int
     form: tuple | None
@@ -127,14 +128,25 @@ class GroupedShape:
 
 
 @triton.jit
-def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
+def few_gate_up_kernel(x_ptr, ids_ptr, weight, shared_ptr, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
+    """shared_ptr [2 S.shared * I, H], gate over up; out_ptr [T, chosen and shared, I]."""
     take_turn(PDL)
     BLOCK_OUT: tl.constexpr = S.block_out
     FORM: tl.constexpr = S.form  # Triton 3.6 hands tuples on as such alone
     BLOCK_K: tl.constexpr = S.block_k
     pair = tl.program_id(1)
+    token, place = pair // (S.chosen + S.shared), pair % (S.chosen + S.shared)
     outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, S.inner)
-    expert = tl.load(ids_ptr + pair)
+    if S.shared == 0:
+        expert = tl.load(ids_ptr + pair)
+    else:
+        codes, scales, zeros = weight
+        behind = place - S.chosen
+        expert = tl.load(ids_ptr + token * S.chosen + place, mask=behind < 0, other=0)
+        if behind >= 0:
+            codes = shared_ptr
+            rows += behind * S.inner + tl.arange(0, BLOCK_OUT) // (BLOCK_OUT // 2) * ((S.shared - 1) * S.inner)
+        weight = (codes, scales, zeros)
     if S.elsewhere:
         real = real & (expert >= 0)
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
@@ -143,7 +155,7 @@ def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl
         inside = columns < S.size
         if S.elsewhere:
             inside = inside & (expert >= 0)
-        x = tl.load(x_ptr + pair // S.chosen * S.size + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + token * S.size + columns, mask=inside, other=0.0).to(tl.float32)
         w = _weights(weight, expert, rows, real, k, 2 * S.inner, S.size, BLOCK_K, FORM)
         sums += w.to(tl.float32) * x[None, :]
     both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * S.inner, FORM)
@@ -153,7 +165,10 @@ def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl
 
 
 @triton.jit
-def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
+def few_down_kernel(
+    h_ptr, ids_ptr, shares_ptr, weight, shared_ptr, residual_ptr, out_ptr, S: tl.constexpr, PDL: tl.constexpr
+):
+    """h_ptr [T, chosen and shared, I], shared_ptr [H, S.shared * I]."""
     take_turn(PDL)
     CHOSEN: tl.constexpr = S.chosen
     BLOCK_OUT: tl.constexpr = S.block_out
@@ -163,6 +178,7 @@ def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     real = outs < S.size
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
+    h_ptr += token * ((CHOSEN + S.shared) * S.inner)
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         expert, share = tl.load(ids_ptr + pair), tl.load(shares_ptr + pair)
@@ -171,10 +187,18 @@ def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S
             there = there & (expert >= 0)
         for k in tl.range(0, S.inner, BLOCK_K, loop_unroll_factor=S.unroll):
             columns = k + tl.arange(0, BLOCK_K)
-            h = tl.load(h_ptr + pair * S.inner + columns, mask=columns < S.inner, other=0.0).to(tl.float32) * share
+            h = tl.load(h_ptr + place * S.inner + columns, mask=columns < S.inner, other=0.0).to(tl.float32) * share
             w = _weights(weight, expert, outs, there, k, S.size, S.inner, BLOCK_K, FORM)
             part = w.to(tl.float32) * h[None, :]
             sums += _scaled(part, weight, expert, outs, there, S.size, FORM)
+    if S.shared > 0:
+        SHARED: tl.constexpr = S.shared * S.inner
+        for k in tl.static_range(0, SHARED, BLOCK_K):
+            columns = k + tl.arange(0, BLOCK_K)
+            inside = columns < SHARED
+            h = tl.load(h_ptr + CHOSEN * S.inner + columns, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(shared_ptr + outs[:, None] * SHARED + columns, mask=real[:, None] & inside, other=0.0)
+            sums += w.to(tl.float32) * h[None, :]
     places = out_ptr + token.to(tl.int64) * S.size + outs
     _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, S.size)
 
@@ -224,8 +248,8 @@ def place_kernel(
     first, last = begin // BLOCK_ROWS + expert, end // BLOCK_ROWS + expert + 1  # the last is the next expert's first
     if expert == tl.num_programs(0) - 1:
         last = num_tiles
-    for start in range(first, last, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
+    for start in range(first, last, 32):  # most experts have a tile or two
+        tile = start + tl.arange(0, 32)
         row = begin + (tile - first) * BLOCK_ROWS
         tl.store(tiles_ptr + tile, tl.where(row < end, expert, -1), mask=tile < last)
         tl.store(tiles_ptr + num_tiles + tile, row, mask=tile < last)

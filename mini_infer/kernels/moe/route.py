@@ -6,8 +6,9 @@ fields of RouterSpec do in interface.py.
 
 In both a program of one warp takes all logits of a token, and the highest one after the other: of a few hundred experts
 no more than ten are wanted, and to compare each with each takes longer (64 us instead of 7 for 4,096 tokens and 128
-experts). In the second it is the last to finish of the token's programs, which have some experts' logits each, and the
-norm for themselves: x is soon read, and a kernel of its own is not soon started.
+experts). They are compared as integers of the same order, for which a warp has an instruction. In the second it is the
+last to finish of the token's programs, which have some experts' logits each, and the norm for themselves: x is soon
+read, and a kernel of its own is not soon started.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mini_infer.kernels.pdl import launch_options, let_next_start, take_turn, wa
 
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)
 _LOWEST = tl.constexpr(-1.0e30)
+_TAKEN = tl.constexpr(-(2**31))  # below the order of any number
 _ROUTINGS = {Routing.learned: 0, Routing.uniform: 1, Routing.zipf: 2}
 
 
@@ -75,9 +77,17 @@ def _drawn(token_id, position, seed, expert, ZIPF: tl.constexpr):
 
 
 @triton.jit
-def _highest(values, free):
-    """(the highest of those that are free, the first index that has it)."""
-    return tl.max(tl.where(free, values, -float("inf")), axis=0, return_indices=True)
+def _in_order(values):
+    """float32 as int32 of the same order, and back. Of two zeros the negative one is the smaller."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _highest(order, index, BLOCK: tl.constexpr):
+    """(the highest of `order`, the first index that has it)."""
+    highest = tl.max(order, axis=0)
+    return highest, tl.min(tl.where(order == highest, index, BLOCK), axis=0)
 
 
 @triton.jit
@@ -105,30 +115,31 @@ def _choose(
     elif picks.bias is not None:
         choice += tl.load(picks.bias + expert, mask=free, other=0.0)
     # What is no number must lead to an expert too, and what is not free must stay below all others.
-    choice = tl.where(choice > _LOWEST, choice, _LOWEST)
+    order = tl.where(free, _in_order(tl.where(choice > _LOWEST, choice, _LOWEST)), _TAKEN)
     if S.groups > 1:
         group = expert // (S.experts // S.groups)
-        best = tl.zeros([BLOCK], tl.float32)  # of each expert's group
+        best = tl.full([BLOCK], _TAKEN, tl.int32)  # of each expert's group
         for g in range(S.groups):
-            own = free & (group == g)
+            own = tl.where(group == g, order, _TAKEN)
             total = 0.0
             for _ in range(S.group_top):
-                highest, at = _highest(choice, own)
-                own = own & (expert != at)
-                total += highest
-            best = tl.where(group == g, total, best)
+                highest, at = _highest(own, expert, BLOCK)
+                own = tl.where(expert == at, _TAKEN, own)
+                total += _in_order(highest).to(tl.float32, bitcast=True)
+            best = tl.where(group == g, _in_order(total), best)
         kept = expert < 0
         for _ in range(S.top_groups):
-            _score, at = _highest(best, free & ~kept)
+            _score, at = _highest(tl.where(free & ~kept, best, _TAKEN), expert, BLOCK)
             kept = kept | (group == at // (S.experts // S.groups))
-        choice = tl.where(kept, choice, _LOWEST)
+        order = tl.where(kept | ~free, order, _TAKEN + 1)
     place = tl.arange(0, TOP_K_BLOCK)
     ids, weights = tl.zeros([TOP_K_BLOCK], tl.int32), tl.zeros([TOP_K_BLOCK], tl.float32)
     for j in range(S.top_k):
-        _score, at = _highest(choice, free)
+        _score, at = _highest(order, expert, BLOCK)
+        order = tl.where(expert == at, _TAKEN, order)
+        score = tl.max(tl.where(expert == at, scores.to(tl.int32, bitcast=True), _TAKEN), axis=0)
         ids = tl.where(place == j, at, ids)
-        weights = tl.where(place == j, tl.sum(tl.where(expert == at, scores, 0.0)), weights)
-        free = free & (expert != at)
+        weights = tl.where(place == j, score.to(tl.float32, bitcast=True), weights)
     if S.normalize:
         weights /= tl.sum(weights) + _TINY
     some = place < S.top_k

@@ -101,7 +101,7 @@ ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
 LOOKS: dict[str, dict[str, str]] = {
     **{role: {"color": colour, "hatch": frame.HATCHES[i % len(frame.HATCHES)]}
-       for i, (role, colour) in enumerate(zip(ROLES, frame.COLOURS, strict=False))},
+       for i, (role, colour) in enumerate(zip(ROLES, (*frame.COLOURS, "#332288", "#882255", "#DDCC77"), strict=False))},
     "other": {"color": frame.INK, "hatch": "**"},
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},

@@ -1,0 +1,142 @@
+"""How much each scheme changes the answers of a mixture of experts, and where its tokens go.
+
+It is no ablation: nothing is timed. The engine reads held-out text token by token, in decode steps, as it would serve
+it; what it computes on a CPU is the definition that kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from experiments.lab import check, points, schema
+from experiments.lab.judge.logit_gate import probe_batch
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import hardware
+from experiments.lab.measure.rounds import Probe
+from experiments.lab.points import Point
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.variants import made
+from mini_infer import LLMEngine
+from mini_infer.assets.prompts import heldout_sources
+from mini_infer.assets.tokens import document_stream
+from mini_infer.calibration.accuracy import Logits, Reading, TeacherForced, spread_windows, teacher_forced
+from mini_infer.core.config import Device, EngineConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.interface import Routes, Stream, TokenPlaces
+from mini_infer.modeling.loader import load_spec
+from mini_infer.modeling.model_files import resolve_folder
+from mini_infer.modeling.moe import Router
+from mini_infer.modeling.spec import MoESpec
+from mini_infer.runtime.worker.torch_model import TorchModel
+
+Found = TypeVar("Found")
+METRICS = {
+    "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
+    "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
+    "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
+    "same_experts": Metric("a token's experts that are the reference's", "", Better.higher, share=True),
+    "busiest": Metric("tokens of a layer's busiest expert, over the mean of its experts", "", Better.lower),
+}
+WHOLE = points.point({"layers": "all"})
+
+
+@dataclass(frozen=True)
+class ExpertQuantizationSpec(ExperimentSpec):
+    """
+    Attributes:
+        variants: name -> label, and what differs from the engine's settings, which are the reference's.
+        windows, window_tokens: of held-out text; others in each process and repeat.
+    """
+
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    windows: int = 8
+    window_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check.at_least("experiment", self, 1, "windows", "window_tokens")
+
+
+class ExpertQuantization(Probe):
+    spec_class = ExpertQuantizationSpec
+    spec: ExpertQuantizationSpec
+    device = Device.cpu
+    metrics: Mapping[str, Metric] = METRICS
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._engine = schema.engine_config(config.engine)
+        self.variants = {name: settings.get("label", name) for name, settings in self.spec.variants.items()}
+        self._configs = {name: made(config, name, changes)[1] for name, changes in self.spec.variants.items()}
+        moes = [layer.feed_forward for layer in load_spec(self._engine.model).layers]
+        routers = [moe.router for moe in moes if isinstance(moe, MoESpec)]
+        if not routers:
+            raise ConfigError("expert_quantization takes a mixture of experts: model=tiny_moe, say")
+        self._experts = routers[0].num_experts
+        self.points = [WHOLE, *(points.point({"layer": index}) for index in range(len(routers)))]
+        self.timed = [(name, point) for name in self.variants for point in self.points]
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._found: dict[tuple[str, int], tuple[TeacherForced, list[Tensor]]] = {}
+        self._references: dict[int, tuple[Reading, list[Tensor]]] = {}
+
+    def values(self, variant: str, point: Point) -> dict[str, float | None]:
+        turn = self._turns[variant, point.name]
+        self._turns[variant, point.name] += 1
+        if turn not in self._references:
+            self._references[turn] = self._reads(self._engine, lambda logits: Reading.of(logits, self._text(turn)))
+        reading, expected = self._references[turn]
+        if (variant, turn) not in self._found:
+            self._found[variant, turn] = self._reads(self._configs[variant], partial(teacher_forced, reading))
+        answers, routes = self._found[variant, turn]
+        chosen = slice(None) if point is WHOLE else slice(point.values["layer"], point.values["layer"] + 1)
+        ids, others = torch.stack(routes)[chosen], torch.stack(expected)[chosen]  # [layers, tokens, k]
+        loads = torch.stack([layer.flatten().bincount(minlength=self._experts) for layer in ids]).float()
+        found: dict[str, float | None] = {
+            "same_experts": float((ids[..., None] == others[..., None, :]).any(-1).float().mean()),
+            "busiest": float((loads.amax(1) / loads.mean(1)).mean()),
+        }
+        if point is WHOLE:
+            found["agreement"] = answers.agreement
+            found["perplexity_increase_pct"] = 100 * answers.increase
+            found["divergence_mnats"] = 1000 * answers.divergence
+        return found
+
+    def _text(self, turn: int) -> Tensor:
+        """[windows, window_tokens + 1], in each turn from another place on."""
+        tokenizer = AutoTokenizer.from_pretrained(resolve_folder(self._engine.model.path))
+        stream = torch.from_numpy(document_stream(heldout_sources(), tokenizer).astype("int64"))
+        start = float(torch.rand((), generator=torch.Generator().manual_seed(1000 * self.settings.seed + turn)))
+        return spread_windows(stream, self.spec.windows, self.spec.window_tokens, start)
+
+    def _reads(self, config: EngineConfig, read: Callable[[Logits], Found]) -> tuple[Found, list[Tensor]]:
+        """(what is made of an engine's logits, and of each layer with experts [tokens, k] where its tokens went)."""
+        with hardware.torch_threads(self.threads), torch.no_grad(), closing(LLMEngine(config)) as engine:
+            model = engine.executor.runner.model
+            assert isinstance(model, TorchModel), "it has experts"
+            routers = [module for module in model.module.modules() if isinstance(module, Router)]
+            seen = [_watched(router) for router in routers]
+            found = read(lambda ids: torch.stack(probe_batch(engine, [(row.tolist(), 1) for row in ids])))
+            return found, [torch.cat(ids) for ids in seen]
+
+
+def _watched(router: Router) -> list[Tensor]:
+    """To which is added where tokens go, from now on."""
+    seen: list[Tensor] = []
+    ask = router.of_stream
+
+    def of_stream(stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor, Routes]:
+        x, total, routes = ask(stream, tokens)
+        seen.append(routes.ids.long())
+        return x, total, routes
+
+    router.of_stream = of_stream  # type: ignore[method-assign]
+    return seen
