@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from integrity import check_scheduler
+from msgspec import structs
 from served import (
     ENDLESS,
     PROMPT,
@@ -35,7 +36,7 @@ from mini_infer.core.config import replace
 from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import CompiledGrammar
-from mini_infer.serving.link.wire import Abort, Outputs, PromptLogprobs, Refused
+from mini_infer.serving.link.wire import DEADLINE, Abort, Outputs, PromptLogprobs, Refused
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
 from mini_infer.serving.stats import Stats
 
@@ -279,6 +280,18 @@ def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServ
     assert not server.server._late, "nobody reads the others"
     told = [delta for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas]
     assert [delta.finish_reason for delta in told if delta.number == 3][-1] is not None
+    # Who expires is told so, not what of it could still be written.
+    for number, streaming in ((4, True), (5, False)):
+        asked = add(number, SamplingParams(max_tokens=1000, ignore_eos=True, prompt_logprobs=64), [8 + number] * 400)
+        client.say(structs.replace(asked, streaming=streaming, deadline_time=asked.arrival_time + 60))
+        server.turn(8)  # the prompt is computed in seven steps
+        client.hear()
+        server.server._deadlines = [(0.0, request_id) for _, request_id in server.server._deadlines]
+        server.turn(2)
+        told = [delta for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas]
+        assert [delta.finish_reason for delta in told if delta.number == number][-1] == DEADLINE
+        assert not server.server._late
+        assert not server.server._unwritten
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -240,21 +240,22 @@ class EngineServer:
     def _change_adapter(self, owner: Owner, change: ChangeAdapter) -> None:
         """Between two steps: while its files are read, nothing is computed."""
         notices, adapters = owner.connection.notices, self._engine.adapters
+        had = adapters.paths.get(change.name)
         try:
-            if change.path is None:
-                adapters.unload(change.name)
-            else:
+            if change.path is not None:
                 adapters.load(change.name, change.path)
+            elif had is not None:
+                adapters.unload(change.name)
         except (torch.AcceleratorError, RankError):
             raise
         except MiniInferError as error:
-            notices.append(Refused(owner.number, str(error), "lora_name" if change.path is None else "lora_path"))
+            notices.append(Refused(owner.number, str(error), "lora_path"))
         except Exception as error:  # too little memory, say: the others' requests go on
             logger.exception("the adapter %r could not be changed", change.name)
             message = f"the engine failed to change the adapter: {error!r}"
             notices.append(Refused(owner.number, message, None, internal=True))
         else:
-            notices.append(Done(owner.number))
+            notices.append(Done(owner.number, had))
             self._tell_stats(0.0)
 
     def _receive_add(self, owner: Owner, add: Add) -> None:
@@ -332,7 +333,14 @@ class EngineServer:
             _, request_id = heapq.heappop(self._deadlines)
             if request_id in self._owners:
                 self._expired.add(request_id)
+                if not any(late.finished for late in self._late if late.request_id == request_id):
+                    self._unwritten.pop(request_id, None)
                 self._engine.abort(request_id)
+
+    def _expires(self, output: RequestOutput) -> bool:
+        """A request whose time is over, and that was not complete by then."""
+        aborted = any(new.finish_reason is FinishReason.abort for new in output.outputs)
+        return aborted and output.request_id in self._expired
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -363,7 +371,8 @@ class EngineServer:
             request_id = output.request_id
             owner = owners.get(request_id)
             if output.prompt_logprobs is not None:
-                self._unwritten[request_id] = deque(output.prompt_logprobs)
+                if not self._expires(output):  # nobody waits for them
+                    self._unwritten[request_id] = deque(output.prompt_logprobs)
                 output.prompt_logprobs = None
             prompt_logprobs = None
             if request_id in self._unwritten and owner is not None:
