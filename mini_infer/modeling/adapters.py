@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class Adapters:
     Attributes:
         active: some tokens of the step have adapters; in numerics where it must not matter, always.
         keys: name -> key of those that the config names, from `load_named` on.
+        reading: by folder, what `read` was told and `load` has not taken: its key, and what is in it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Adapters:
         self.rank = max(_LEAST_RANK, 1 << (config.max_rank - 1).bit_length())
         self.active = self._always = kernels.invariant
         self.keys: dict[str, str] = {}
+        self.reading: dict[str, Future[tuple[str, list[LoraWeights]]]] = {}
         self._config, self._device, self._kernels = config, device, kernels.lora
         self._layers: list[AdaptedLinear] = []
         self._places: dict[str, tuple[int, int]] = {}  # module -> its layer, and the part that it is of that
@@ -60,6 +63,8 @@ class Adapters:
         self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
         self._groups = new_groups(self.num_slots, most_tokens, device)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        own = () if self._beside is None else (torch.cuda.set_device, (device,))  # which a thread chooses for itself
+        self._reader = ThreadPoolExecutor(1, "adapters", *own)
 
     @property
     def num_bytes(self) -> int:
@@ -97,13 +102,23 @@ class Adapters:
             self.keys[name] = key = f"{name} of rank {self._config.max_rank}"  # others are drawn for another
             self._loaded[key] = self._draw(name)
 
+    def read(self, path: str) -> None:
+        """Begins to read a PEFT folder to host memory, unless an equal one is there. Steps go on meanwhile."""
+
+        def fetch() -> tuple[str, list[LoraWeights]]:
+            folder = PeftFolder.read(path, self._config.max_rank)
+            return folder.key, self._loaded.get(folder.key) or self._read(folder)
+
+        self.reading[path] = self._reader.submit(fetch)
+
     def load(self, path: str) -> str:
-        """Reads a PEFT folder to host memory, unless an equal one is there. Returns its key. Raises ModelError, and
-        keeps nothing, where it cannot be served."""
-        folder = PeftFolder.read(path, self._config.max_rank)
-        if folder.key not in self._loaded:
-            self._loaded[folder.key] = self._read(folder)
-        return folder.key
+        """Takes in what was read; waits for it, or reads it now. Returns its key. Raises ModelError, and keeps nothing,
+        where it cannot be served."""
+        if path not in self.reading:
+            self.read(path)
+        key, layers = self.reading.pop(path).result()
+        self._loaded[key] = layers
+        return key
 
     def forget(self, key: str) -> None:
         """Nobody asks for it any more."""

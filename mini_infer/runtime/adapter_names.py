@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 from mini_infer.core.config import LoraConfig
 from mini_infer.core.errors import RequestError
@@ -24,6 +26,7 @@ class AdapterNames:
         self.paths = {name: config.adapters.get(name, "") for name in executor.adapters}
         self._executor, self._unfinished = executor, unfinished
         self._keys = dict(executor.adapters)
+        self._reading: dict[str, Future[Any]] = {}  # folders
         self._loaded = set(self._keys.values())
 
     def __iter__(self) -> Iterator[str]:
@@ -37,10 +40,22 @@ class AdapterNames:
             raise RequestError(f"there is no adapter {name!r}{self._known(name)}", "adapter")
         return self._keys[name]
 
+    def read(self, path: str) -> Future[Any]:
+        """Begins to read a folder while steps go on: `load` need not wait then. Raises ConfigError where there are no
+        adapters."""
+        if path not in self._reading:
+            self._reading[path] = self._executor.read_adapter(path)
+        return self._reading[path]
+
     def load(self, name: str, path: str) -> None:
         """Adds an adapter, or puts another in its place: requests that run keep the one they have. Raises ModelError or
         ConfigError where it cannot be served; nothing has changed then."""
-        self._keys[name] = key = self._executor.load_adapter(path)
+        self.read(path)
+        try:
+            key = self._executor.load_adapter(path)
+        finally:
+            del self._reading[path]
+        self._keys[name] = key
         self.paths[name] = path
         self._loaded.add(key)
         self._forget_unused()

@@ -27,6 +27,7 @@ MOST_KEYS = 4096
 LOOK_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
 MUTEX = 2**30  # the byte of the accounts' file whose lock is held while numbers change; those of columns lie before it
+ADAPTERS = MUTEX + 1  # ... while an API process changes adapters
 OPEN_RETRY_S = 1.0
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -146,6 +147,15 @@ def _keys_of(path: Path) -> dict[str, Key]:
     return keys
 
 
+def locked(file: int, byte: int) -> bool:
+    """Takes the kernel's lock on a byte of the accounts' file, unless another process has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except OSError:
+        return False
+    return True
+
+
 class Exceeded(Exception):
     """A key has taken what it may, and may take more in `retry_after` seconds."""
 
@@ -245,11 +255,8 @@ class Accounts:
         if self._file is None:
             return 0
         for column in range(columns):
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, column)
-            except OSError:
-                continue
-            return column
+            if locked(self._file, column):
+                return column
         raise RuntimeError(f"all {columns} columns of the keys' accounts are held by processes that live")
 
     @contextmanager

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.assets.adapters import random_adapter, write_adapter
 from mini_infer.core.config import KernelChoice
 from mini_infer.core.errors import RankError
+from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels, select_kernels
 from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
@@ -136,12 +138,12 @@ def test_sums_are_our_own() -> None:
 LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}]
 
 
-def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
+def answers(parallel: dict[str, int], adapters: list[str | None] | None = None, **sections: Any) -> list[Any]:
     small = {"max_batch": 8, "max_prefill_tokens": 256}  # graphs take most of a start
     values = {"model": {"path": "tiny-target"}, "seed": 0, "cache": {"num_blocks": 256}, "graphs": small, **sections}
     engine = LLMEngine(EngineConfig.from_dict({**values, "parallel": parallel}))
     try:
-        outputs = engine.generate(PROMPTS, PARAMS)
+        outputs = engine.generate(PROMPTS, PARAMS, adapters=adapters)
     finally:
         engine.close()
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
@@ -185,6 +187,33 @@ def test_fast_numerics_in_fp32_give_the_tokens_of_one(parallel: dict[str, int]) 
     model = {"path": "tiny-target", "dtype": "float32"}
     found, expected = answers(parallel, model=model), answers({}, model=model)
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root, found = tmp_path_factory.mktemp("adapters"), {}
+    for seed, name in enumerate(("one", "two")):
+        tensors = random_adapter(ModelConfig(path="tiny-target"), rank=8, seed=seed, scale=0.7)
+        found[name] = write_adapter(root / name, tensors, rank=8, alpha=8)
+    return found
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("numerics", ["fast", "batch_invariant"])
+def test_adapters_beside_requests_without_one_give_the_tokens_of_one_gpu(
+    numerics: str, capture: str, parallel: dict[str, int], adapters: dict[str, str]
+) -> None:
+    model = {"path": "tiny-target", "dtype": "float32" if numerics == "fast" else "bfloat16"}
+    sections = {"numerics": numerics, "model": model, "lora": {"max_adapters": 2, "adapters": adapters}}
+    expected = answers({}, ["one", None, "two"], **sections)
+    graphs = {"capture": capture, "max_batch": 8, "max_prefill_tokens": 256}
+    found = answers(parallel, ["one", None, "two"], **sections, graphs=graphs)
+    if numerics == "batch_invariant":
+        assert found == expected
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
+    without = answers({}, **sections)
+    assert [own == other for (own, *_), (other, *_) in zip(expected, without, strict=True)] == [False, True, False]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

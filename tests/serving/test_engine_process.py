@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from integrity import check_scheduler
+from msgspec import structs
 from served import (
     ENDLESS,
     PROMPT,
@@ -31,11 +33,13 @@ from served import (
 )
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.assets.adapters import write_adapter
 from mini_infer.core.config import replace
 from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
+from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.text.grammar import CompiledGrammar
-from mini_infer.serving.link.wire import Abort, Outputs, PromptLogprobs, Refused
+from mini_infer.serving.link.wire import DEADLINE, Abort, ChangeAdapter, Done, Outputs, PromptLogprobs, Refused
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
 from mini_infer.serving.stats import Stats
 
@@ -279,6 +283,51 @@ def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServ
     assert not server.server._late, "nobody reads the others"
     told = [delta for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas]
     assert [delta.finish_reason for delta in told if delta.number == 3][-1] is not None
+    # Who expires is told so, not what of it could still be written.
+    for number, streaming in ((4, True), (5, False)):
+        asked = add(number, SamplingParams(max_tokens=1000, ignore_eos=True, prompt_logprobs=64), [8 + number] * 400)
+        client.say(structs.replace(asked, streaming=streaming, deadline_time=asked.arrival_time + 60))
+        server.turn(8)  # the prompt is computed in seven steps
+        client.hear()
+        server.server._deadlines = [(0.0, request_id) for _, request_id in server.server._deadlines]
+        server.turn(2)
+        told = [delta for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas]
+        assert [delta.finish_reason for delta in told if delta.number == number][-1] == DEADLINE
+        assert not server.server._late
+        assert not server.server._unwritten
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_go_on_while_an_adapter_is_read(
+    hand_driven: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "a", {}, rank=4, alpha=4)
+    read, may_go_on = PeftFolder.read, threading.Event()
+
+    def slowly(path: str, max_rank: int) -> PeftFolder:
+        assert may_go_on.wait(10)
+        return read(path, max_rank)
+
+    monkeypatch.setattr(PeftFolder, "read", slowly)
+    server = hand_driven(replace(dry_config(), lora={"max_adapters": 1}))
+    client = server.connect()
+    client.say(add(0), ChangeAdapter(1, "a", folder), ChangeAdapter(2, "b", folder + "x"))
+    server.turn(5)
+    told = client.hear()
+    assert sum(len(event.deltas) for event in told if isinstance(event, Outputs)) >= 3
+    assert not [event for event in told if isinstance(event, Done | Refused)]
+    assert not list(server.engine.adapters)
+    may_go_on.set()
+    answers: list[Any] = []
+    while len(answers) < 2:
+        server.turn()
+        answers += [event for event in client.hear() if isinstance(event, Done | Refused)]
+    done, refused = answers
+    assert list(server.engine.adapters) == ["a"]
+    assert (done.number, refused.number) == (1, 2)
+    assert "there is no such folder" in refused.message
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,13 +181,16 @@ class Told:
         self.number, self.failure, self.refused = 0, None, refused
         self.stats = SimpleNamespace(adapters=adapters)
 
-    async def change_adapter(self, asked: ChangeAdapter) -> None:
+    async def change_adapter(self, asked: ChangeAdapter) -> str | None:
+        for _ in range(random.randrange(4)):  # its answer takes its time
+            await asyncio.sleep(0)
+        had: str | None = self.stats.adapters.pop(asked.name, None)
         if asked.path == self.refused:
+            self.stats.adapters |= {} if had is None else {asked.name: had}
             raise RequestError("no", "lora_path")
-        if asked.path is None:
-            del self.stats.adapters[asked.name]
-        else:
+        if asked.path is not None:
             self.stats.adapters[asked.name] = asked.path
+        return had
 
 
 def test_what_one_replica_refuses_none_has() -> None:
@@ -196,6 +204,61 @@ def test_what_one_replica_refuses_none_has() -> None:
         assert [each.stats.adapters for each in replicas] == before
     asyncio.run(engine.change_adapter("b", None))
     assert not any(each.stats.adapters for each in replicas)
+
+
+def test_of_several_who_change_an_adapter_at_once_each_replica_hears_the_same_one_last() -> None:
+    gateway = Gateway(ServerSettings(lora_loading=True, models=(model("m"),)))
+    replicas, engine = (
+        [Told("/bad") if number == 2 else Told("") for number in range(3)],
+        AsyncEngine.__new__(AsyncEngine),
+    )
+    engine.replicas, engine._num_submitted = replicas, 0  # type: ignore[assignment]
+    gateway.models[0].service = SimpleNamespace(engine=engine, adapters={})  # type: ignore[assignment]
+    gateway.callers = SimpleNamespace(take=lambda *counted: lambda *ended: None)  # type: ignore[assignment]
+    paths = ["/1", "/2", "/bad", "/3"]
+
+    async def change() -> None:
+        for _ in range(50):
+            random.shuffle(paths)
+            bodies = [LoadAdapter(lora_name="a", lora_path=path) for path in paths]
+            done = await asyncio.gather(*(load(gateway, body) for body in bodies), return_exceptions=True)
+            refused = [path for path, each in zip(paths, done, strict=True) if isinstance(each, Exception)]
+            assert refused == ["/bad"]
+            assert len({each.stats.adapters["a"] for each in replicas}) == 1
+
+    asyncio.run(change())
+
+
+def test_no_two_api_processes_change_adapters_at_once() -> None:
+    with tempfile.TemporaryFile() as shared:
+        gateway = Gateway(ServerSettings(models=(model("m"),)), shared.fileno())
+        other = (
+            "import sys; from mini_infer.serving.keys import ADAPTERS, locked\n"
+            f"print(locked({shared.fileno()}, ADAPTERS), flush=True); sys.stdin.read()"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        holder = subprocess.Popen([sys.executable, "-c", other], pass_fds=[shared.fileno()], text=True, **pipes)  # type: ignore[call-overload]
+        assert holder.stdout.readline() == "True\n"
+        entered: list[float] = []
+
+        async def enter() -> None:
+            async with gateway.changing_adapters():
+                entered.append(time.monotonic())
+
+        async def change() -> float:
+            ours = asyncio.create_task(enter())
+            await asyncio.sleep(0.1)
+            assert not entered
+            holder.stdin.close()
+            left = time.monotonic()
+            await asyncio.wait_for(ours, 10)
+            await enter()
+            return left
+
+        left = asyncio.run(change())
+        holder.wait()
+        holder.stdout.close()
+        assert left < entered[0] < entered[1]
 
 
 # --- without engines --------------------------------------------------------------------------------------------------

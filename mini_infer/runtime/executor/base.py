@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat
@@ -59,10 +60,15 @@ class Executor:
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""
 
-    def load_adapter(self, path: str) -> str:
-        """Reads a PEFT folder, from which on requests may have it by the key that is returned. Raises ModelError where
-        it cannot be served, and ConfigError where there are no adapters."""
+    def read_adapter(self, path: str) -> Future[Any]:
+        """Begins to read a PEFT folder beside the steps, for `load_adapter`. Raises ConfigError where there are no
+        adapters."""
         raise ConfigError("lora.max_adapters=0: this engine has no adapters. Start it with 1 or more")
+
+    def load_adapter(self, path: str) -> str:
+        """Takes in what `read_adapter` was told to read, once it has been read: from now on requests may have it by
+        the key that is returned. Raises ModelError where it cannot be served."""
+        raise NotImplementedError
 
     def forget_adapter(self, key: str) -> None:
         """No request has it, or will have it."""

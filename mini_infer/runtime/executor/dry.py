@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -177,6 +178,7 @@ class DryExecutor(Executor):
         lora = config.lora
         self._max_rank = lora.max_rank if lora.max_adapters else None
         keys = {name: PeftFolder.read(path, lora.max_rank).key for name, path in lora.adapters.items()}
+        self._reader, self._reading = ThreadPoolExecutor(1, "adapters"), dict[str, Future[PeftFolder]]()
         self.adapters = keys | {name: name for name in lora.dummy_names}
         self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
         self.startup = StartupReport(
@@ -193,9 +195,15 @@ class DryExecutor(Executor):
             speculation=config.speculation.describe(),
         )
 
-    def load_adapter(self, path: str) -> str:
+    def read_adapter(self, path: str) -> Future[PeftFolder]:
         """It changes no token."""
-        return super().load_adapter(path) if self._max_rank is None else PeftFolder.read(path, self._max_rank).key
+        if self._max_rank is None:
+            return super().read_adapter(path)
+        self._reading[path] = self._reader.submit(PeftFolder.read, path, self._max_rank)
+        return self._reading[path]
+
+    def load_adapter(self, path: str) -> str:
+        return self._reading.pop(path).result().key
 
     def forget_adapter(self, key: str) -> None:
         pass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from mini_infer.cache.block_files import open_block_files
 from mini_infer.core.config import EngineConfig
@@ -51,9 +53,15 @@ class LocalExecutor(Executor):
         self.overlap, self.stages, self.startup = worker.overlap, parallel.stages, worker.report()
         self.step_costs = cache(worker.measure_step_costs)
 
+    def read_adapter(self, path: str) -> Future[Any]:
+        if (adapters := self._worker.adapters) is None:
+            return super().read_adapter(path)
+        self.runner.read_adapter(path)
+        return adapters.reading[path]
+
     def load_adapter(self, path: str) -> str:
-        adapters = self._worker.adapters
-        return super().load_adapter(path) if adapters is None else adapters.load(path)
+        assert self._worker.adapters is not None, "it was read"
+        return self._worker.adapters.load(path)
 
     def reserve_memory(self) -> None:
         self._worker.reserve_memory()

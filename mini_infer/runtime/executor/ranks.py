@@ -71,7 +71,8 @@ class RanksExecutor(LocalExecutor):
         ranks.release = self._worker.release_graphs
 
     def load_adapter(self, path: str) -> str:
-        key = super().load_adapter(path)  # what is wrong with layers that are here is found before others are told
+        assert self._worker.adapters is not None, "it was read"
+        key, _ = self._worker.adapters.reading[path].result()  # what is wrong with layers that are here comes first
         if not self.runner.load_adapter(path):
             self.runner.forget_adapter(key)
             raise ModelError(
@@ -287,6 +288,9 @@ class RankedRunner:
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         self.everywhere("force_token", req_index, position, token_id)
+
+    def read_adapter(self, path: str) -> None:
+        self.everywhere("read_adapter", path)
 
     def load_adapter(self, path: str) -> bool:
         return all(self.everywhere("load_adapter", path))

@@ -278,6 +278,11 @@ class Runner:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
         return () if self.transfers is None else self.transfers.poll(wait)
 
+    def read_adapter(self, path: str) -> None:
+        """As Adapters.read."""
+        assert self._model.adapters is not None, "the engine has asked"
+        self._model.adapters.read(path)
+
     def load_adapter(self, path: str) -> bool:
         """As Adapters.load. Whether it can be served: if not, the log says why."""
         assert self._model.adapters is not None, "the engine has asked"

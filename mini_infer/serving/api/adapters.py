@@ -34,20 +34,22 @@ async def load(gateway: Gateway, body: LoadAdapter) -> Response:
     model = _allowed(gateway, body.model)
     if gateway.names_model(body.lora_name):
         raise ApiError(400, f"{body.lora_name!r} is the name of a model: choose another one", param="lora_name")
-    for other in gateway.models:
-        if other is not model and body.lora_name in other.adapters:
-            message = f"{body.lora_name!r} is an adapter of the model {other.name!r}: choose another name"
-            raise ApiError(400, message, param="lora_name")
-    await _change(gateway, model, body.lora_name, body.lora_path)
+    async with gateway.changing_adapters():
+        for other in gateway.models:
+            if other is not model and body.lora_name in other.adapters:
+                message = f"{body.lora_name!r} is an adapter of the model {other.name!r}: choose another name"
+                raise ApiError(400, message, param="lora_name")
+        await _change(gateway, model, body.lora_name, body.lora_path)
     return _done(f"adapter {body.lora_name!r} is loaded from {body.lora_path}")
 
 
 async def unload(gateway: Gateway, body: UnloadAdapter) -> Response:
     """Requests that run finish with it."""
     model = _allowed(gateway, body.model)
-    if body.lora_name not in model.require().adapters:
-        raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
-    await _change(gateway, model, body.lora_name, None)
+    async with gateway.changing_adapters():
+        if body.lora_name not in model.require().adapters:
+            raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
+        await _change(gateway, model, body.lora_name, None)
     return _done(f"adapter {body.lora_name!r} is unloaded")
 
 

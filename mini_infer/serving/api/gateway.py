@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import fcntl
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import Running
 from mini_infer.serving.http.bodies import UnfinishedBodies
+from mini_infer.serving.keys import ADAPTERS, locked
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import Replica, why_none
 from mini_infer.serving.metrics import Metrics
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ALIAS = "mini-infer"  # names the model where there is one
 COUNT_S = 0.1  # between two reports to an engine of what was counted here
+LOCK_S = 0.01  # between two looks whether another API process has changed its adapter
 UNFINISHED_BODIES = 16  # of the largest size, together
 
 
@@ -105,6 +108,8 @@ class Gateway:
         self.models = [Model(model) for model in settings.models]
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.callers = Callers(settings, accounts)
+        self._accounts = accounts
+        self._changes = asyncio.Lock()
         self.running = Running()
         self.complaint = Complaint(logger)  # of probes that are told that all is not well
         self.started = int(time.time())
@@ -222,6 +227,21 @@ class Gateway:
             raise self.over or asyncio.CancelledError from None
         finally:
             self._arriving.discard(task)
+
+    @contextlib.asynccontextmanager
+    async def changing_adapters(self) -> AsyncIterator[None]:
+        """Nobody else does, in whichever API process: each would tell the engines in turn, and some of them would hear
+        the one last, some the other."""
+        async with self._changes:  # the kernel's lock is the process's, whichever of its tasks has it
+            if self._accounts is None:
+                yield
+                return
+            while not locked(self._accounts, ADAPTERS):
+                await asyncio.sleep(LOCK_S)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._accounts, fcntl.LOCK_UN, 1, ADAPTERS)
 
     # --- the models -----------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class Replica(Listener):
         self.failure: str | None = "it has not served yet"
         self.requests: dict[int, Request] = {}
         self._to_wake: list[Stream] = []
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[str | None]] = {}
         self._owner: AsyncEngine | None = None
         self._link: Link | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -143,13 +143,14 @@ class Replica(Listener):
         self.requests[request.add.number] = request
         request.parts = []
 
-    async def change_adapter(self, change: ChangeAdapter) -> None:
-        """Raises RequestError where the engine refuses it, and EngineDead."""
+    async def change_adapter(self, change: ChangeAdapter) -> str | None:
+        """Returns the folder that the name stood for before, None where it was nobody's: `stats` may not have come yet
+        that tell it. Raises RequestError where the engine refuses it, and EngineDead."""
         if self._link is None:
             raise EngineDead(str(self.failure))
         answer = self._asked[change.number] = asyncio.get_running_loop().create_future()
         self._link.send(change)
-        await answer
+        return await answer
 
     def abort(self, request: Request) -> None:
         """The engine's last word of it is still to come."""
@@ -196,7 +197,7 @@ class Replica(Listener):
 
     def take_done(self, done: Done) -> None:
         if (answer := self._asked.pop(done.number, None)) is not None and not answer.done():
-            answer.set_result(None)
+            answer.set_result(done.had)
 
     def take_stats(self, stats: Stats) -> None:
         self.stats = stats

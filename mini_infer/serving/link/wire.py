@@ -50,7 +50,8 @@ class Add(Message):
 
 
 class ChangeAdapter(Message):
-    """To be loaded from a folder, or unloaded. The answer is Done or Refused; the next Stats have the names."""
+    """To be loaded from a folder, or unloaded where it is there. The answer is Done or Refused; the next Stats have the
+    names."""
 
     number: int  # as of an Add
     name: str
@@ -185,6 +186,7 @@ class Done(Message):
     """What was asked under that number."""
 
     number: int
+    had: str | None = None  # the folder that the adapter's name stood for before
 
 
 class Failed(Message):

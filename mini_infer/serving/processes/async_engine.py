@@ -210,8 +210,8 @@ class AsyncEngine:
         return stream
 
     async def change_adapter(self, name: str, path: str | None) -> None:
-        """Has an adapter loaded by all engines that can be asked, or unloaded by those that have it where there is no
-        path. An engine that is started again has those of its settings.
+        """Has an adapter loaded by all engines that can be asked, or unloaded where there is no path. An engine that is
+        started again has those of its settings.
 
         Raises:
             RequestError, EngineError: one of them refuses it. Those that had done it have gone back to what they had.
@@ -219,11 +219,10 @@ class AsyncEngine:
         """
         before: dict[Replica, str | None] = {}  # of those that have done it
         for replica in self.replicas:
-            had = replica.stats.adapters.get(name)
-            if replica.failure is not None or (path is None and had is None):
+            if replica.failure is not None:
                 continue
             try:
-                await self._change_adapter(replica, name, path)
+                before[replica] = await self._change_adapter(replica, name, path)
             except EngineDead:  # it comes back as one that is started again, if at all
                 continue
             except MiniInferError:
@@ -231,13 +230,12 @@ class AsyncEngine:
                     with contextlib.suppress(MiniInferError):  # it has died, or its old folder has gone
                         await self._change_adapter(other, name, its_own)
                 raise
-            before[replica] = had
         if self.failure is not None:
             raise EngineDead(self.failure)
 
-    async def _change_adapter(self, replica: Replica, name: str, path: str | None) -> None:
+    async def _change_adapter(self, replica: Replica, name: str, path: str | None) -> str | None:
         self._num_submitted += 1
-        await replica.change_adapter(ChangeAdapter(self._num_submitted - 1, name, path))
+        return await replica.change_adapter(ChangeAdapter(self._num_submitted - 1, name, path))
 
     async def close(self) -> None:
         """Aborts what runs, and ends the process that `start` started."""

@@ -46,6 +46,7 @@ from mini_infer.serving.link.wire import (
 from mini_infer.serving.processes.engine_stats import EngineStats
 from mini_infer.serving.processes.launch import MAX_QUEUED, prefill_socket
 from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, QueueBound, num_completions
+from mini_infer.transfer.link import Bell
 from mini_infer.transfer.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,9 @@ class EngineServer:
         self._late: list[RequestOutput] = []  # not handed out yet, since log-probabilities of prompts are written
         self._unwritten: dict[str, deque[TokenLogprob | None]] = {}  # by request
         self._failures = 0
+        self._changes: deque[tuple[Owner, ChangeAdapter]] = deque()  # of adapters that have been read
+        self._changes_bell = Bell()
+        self._selector.register(self._changes_bell.sock, selectors.EVENT_READ, self._make_changes)
         self._drained_by: float | None = None  # no further requests; those that it has get until then
         self._sender = make_sender(engine)
         self._prompts_at: str | None = None
@@ -171,6 +175,7 @@ class EngineServer:
             connection.close()
         self._selector.close()
         self._newcomers.close()
+        self._changes_bell.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -228,7 +233,7 @@ class EngineServer:
                 continue
             owner = Owner(connection, command.number)
             if isinstance(command, ChangeAdapter):
-                self._change_adapter(owner, command)
+                self._begin_change(owner, command)
             elif isinstance(command, Add):
                 self._receive_add(owner, command)
             elif self._newcomers.discard(owner):
@@ -237,24 +242,45 @@ class EngineServer:
                 self._unwritten.pop(_request_id(owner), None)
                 self._engine.abort(_request_id(owner))
 
-    def _change_adapter(self, owner: Owner, change: ChangeAdapter) -> None:
-        """Between two steps: while its files are read, nothing is computed."""
-        notices, adapters = owner.connection.notices, self._engine.adapters
+    def _begin_change(self, owner: Owner, change: ChangeAdapter) -> None:
+        """Files are read while steps go on."""
+
+        def done(_: object) -> None:
+            self._changes.append((owner, change))
+            self._changes_bell.ring()
+
+        if change.path is None:
+            self._change_adapter(owner, change)
+            return
         try:
-            if change.path is None:
-                adapters.unload(change.name)
-            else:
+            self._engine.adapters.read(change.path).add_done_callback(done)
+        except MiniInferError as error:
+            owner.connection.notices.append(Refused(owner.number, str(error), "lora_path"))
+
+    def _make_changes(self) -> None:
+        self._changes_bell.quiet()
+        while self._changes:
+            self._change_adapter(*self._changes.popleft())
+
+    def _change_adapter(self, owner: Owner, change: ChangeAdapter) -> None:
+        """Between two steps."""
+        notices, adapters = owner.connection.notices, self._engine.adapters
+        had = adapters.paths.get(change.name)
+        try:
+            if change.path is not None:
                 adapters.load(change.name, change.path)
+            elif had is not None:
+                adapters.unload(change.name)
         except (torch.AcceleratorError, RankError):
             raise
         except MiniInferError as error:
-            notices.append(Refused(owner.number, str(error), "lora_name" if change.path is None else "lora_path"))
+            notices.append(Refused(owner.number, str(error), "lora_path"))
         except Exception as error:  # too little memory, say: the others' requests go on
             logger.exception("the adapter %r could not be changed", change.name)
             message = f"the engine failed to change the adapter: {error!r}"
             notices.append(Refused(owner.number, message, None, internal=True))
         else:
-            notices.append(Done(owner.number))
+            notices.append(Done(owner.number, had))
             self._tell_stats(0.0)
 
     def _receive_add(self, owner: Owner, add: Add) -> None:
@@ -332,7 +358,14 @@ class EngineServer:
             _, request_id = heapq.heappop(self._deadlines)
             if request_id in self._owners:
                 self._expired.add(request_id)
+                if not any(late.finished for late in self._late if late.request_id == request_id):
+                    self._unwritten.pop(request_id, None)
                 self._engine.abort(request_id)
+
+    def _expires(self, output: RequestOutput) -> bool:
+        """A request whose time is over, and that was not complete by then."""
+        aborted = any(new.finish_reason is FinishReason.abort for new in output.outputs)
+        return aborted and output.request_id in self._expired
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -363,7 +396,8 @@ class EngineServer:
             request_id = output.request_id
             owner = owners.get(request_id)
             if output.prompt_logprobs is not None:
-                self._unwritten[request_id] = deque(output.prompt_logprobs)
+                if not self._expires(output):  # nobody waits for them
+                    self._unwritten[request_id] = deque(output.prompt_logprobs)
                 output.prompt_logprobs = None
             prompt_logprobs = None
             if request_id in self._unwritten and owner is not None:
