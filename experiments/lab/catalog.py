@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from experiments.lab import schema
@@ -62,14 +63,15 @@ def names(conf: Path) -> list[str]:
 
 
 def chosen(arguments: Sequence[str]) -> str:
-    """The one experiment that a command line names; `*` where it may name several."""
+    """The experiment that a command line names: "" for none, `*` where it may be several."""
     named = [value for key, _, value in (argument.partition("=") for argument in arguments) if key == "experiment"]
-    return named[0] if len(named) == 1 and named[0].isidentifier() else "*"
+    return named[0] if len(named) == 1 and named[0].isidentifier() else "*" * bool(named)
 
 
 def experiments(conf: Path) -> dict[str, Any]:
-    """Experiment -> its file."""
-    return {name: OmegaConf.load(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
+    """Experiment -> its file, in which OmegaConf, which parses in Python for seconds, would take 1e3 for a number."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return {name: yaml.load((conf / "experiment" / f"{name}.yaml").read_text(), loader) for name in names(conf)}
 
 
 def experiment_list(conf: Path) -> str:
@@ -78,7 +80,7 @@ def experiment_list(conf: Path) -> str:
     for name, node in experiments(conf).items():
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
         ways = [f"+{way}" for way in node.get("via") or {}]
-        rows.append((name, " ".join([*scales, *ways]), OmegaConf.select(node, "experiment.question") or ""))
+        rows.append((name, " ".join([*scales, *ways]), (node.get("experiment") or {}).get("question", "")))
     wide = max((len(scales) for _, scales, _ in rows), default=0)
     return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
 

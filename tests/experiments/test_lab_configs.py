@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from ideal import not_shown
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,11 +18,7 @@ from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-# By name. OmegaConf, which parses in Python, would take seconds.
-EXPERIMENTS = {
-    name: yaml.load((CONF / "experiment" / f"{name}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    for name in catalog.names(CONF)
-}
+EXPERIMENTS = catalog.experiments(CONF)
 EVERY = [
     (name, scale, via)
     for name, node in EXPERIMENTS.items()
