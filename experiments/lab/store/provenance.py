@@ -11,7 +11,7 @@ from pathlib import Path
 import mini_infer
 
 PACKAGES = ("torch", "transformers", "numpy")
-WRITTEN = ("results", "reports", "conf/hardware", "README.md")  # by runs
+WRITTEN = ("results", "reports", "conf/hardware", "conf/costs", "README.md")  # by runs
 
 
 @dataclass(frozen=True)
