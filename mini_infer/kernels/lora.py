@@ -51,9 +51,11 @@ def span(num_tokens: int) -> int:
     return _SPAN if num_tokens <= _MANY else _LONG_SPAN
 
 
-def most_spans(slots: int, num_tokens: int) -> int:
-    """Of a step, however its tokens are spread over adapters."""
-    return min(num_tokens, slots + num_tokens // span(num_tokens))
+def most_spans(groups: Groups, num_tokens: int) -> int:
+    """Of a step of up to so many tokens, however they are spread over adapters: what a graph computes is that of a
+    shorter step and padding."""
+    full = max(min(num_tokens, _MANY) // _SPAN, num_tokens // _LONG_SPAN)
+    return min(num_tokens, groups.num_slots + full, len(groups.spans))
 
 
 def group(groups: Groups, slots: Tensor, owners: Tensor, num_tokens: int) -> None:

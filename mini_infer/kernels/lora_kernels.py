@@ -84,7 +84,7 @@ def group(groups: Groups, slots: Tensor, owners: Tensor, num_tokens: int) -> Non
     padded = triton.next_power_of_2(groups.num_slots)
     _group_kernel[(groups.num_slots,)](
         slots, owners, groups.order, groups.spans, num_tokens, num_tokens // max(1, len(owners)),
-        most_spans(groups.num_slots, num_tokens), SLOTS=padded, BLOCK=max(16, min(1024, 8192 // padded)),
+        len(groups.spans), SLOTS=padded, BLOCK=max(16, min(1024, 8192 // padded)),
         SPAN=span(num_tokens), AT_ONCE=_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
@@ -127,11 +127,11 @@ def _shrink_kernel(
 
 
 def shrink(x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None) -> Tensor:
-    slots, parts, rank, size = weights.a.shape
+    _, parts, rank, size = weights.a.shape
     chunk = min(_SPLIT, size) if chunk is None else chunk
     splits = triton.cdiv(size, chunk)
     out = x.new_empty(len(x), splits, parts, rank, dtype=torch.float32)
-    _shrink_kernel[most_spans(slots, len(x)), splits * parts](
+    _shrink_kernel[most_spans(groups, len(x)), splits * parts](
         x, weights.a, out, groups.order, groups.spans, weights.a.stride(0), IN=size, CHUNK=chunk, SPLITS=splits,
         PARTS=parts, RANK=rank, TOKENS=_TOKENS, BLOCK_K=min(128, triton.next_power_of_2(chunk)),
         DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=4,
@@ -184,9 +184,9 @@ def _expand_kernel(
 
 
 def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups) -> None:
-    slots, outs, rank = weights.b.shape
+    _, outs, rank = weights.b.shape
     blocks, aligned = _blocks(weights.parts, y.device)
-    _expand_kernel[most_spans(slots, len(y)), len(blocks)](
+    _expand_kernel[most_spans(groups, len(y)), len(blocks)](
         y, shrunk, weights.b, groups.order, groups.spans, blocks, weights.b.stride(0), OUT=outs, SPLITS=shrunk.shape[1],
         PARTS=len(weights.parts), RANK=rank, TOKENS=_TOKENS, OUTS=_OUTS, ALIGNED=aligned, DOT=DOT_DTYPES[y.dtype],
         num_warps=4, num_stages=1,

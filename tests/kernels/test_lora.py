@@ -45,9 +45,9 @@ def test_tokens_of_an_adapter_are_side_by_side_and_in_order(owners: list[int], e
     found, expected = new_groups(tokens, device), new_groups(tokens, device)
     for module, groups in ((lora_kernels, found), (lora, expected)):
         module.group(groups, slots, torch.tensor(owners, device=device), tokens)
-    read = lora.most_spans(SLOTS, tokens)  # and no more
     known = [row for row in expected.spans.tolist() if row[2]]
-    assert [row for row in found.spans[:read].tolist() if row[2]] == known
+    assert [row for row in found.spans.tolist() if row[2]] == known
+    assert len(known) <= lora.most_spans(found, tokens), "so many are read"
     assert max(end - begin for _, begin, end in known) <= lora.span(tokens)
     last = max(end for _, _, end in known)
     assert torch.equal(found.order[:last], expected.order[:last])
@@ -82,3 +82,19 @@ def test_a_tokens_numbers_are_the_same_in_any_company(weights: LoraWeights, devi
         )
     backwards = applied(lora_kernels, x.flip(0), weights, slots[::-1])
     assert torch.equal(backwards.flip(0), together)
+
+
+@pytest.mark.parametrize("tokens", [20, 500])
+def test_a_graphs_padding_is_no_step_of_before(tokens: int, weights: LoraWeights, device: torch.device) -> None:
+    """It is captured for more tokens than the step has, which may be more than such a long step has spans of."""
+    padded, before = tokens + 44, 600
+    groups, slots = new_groups(before, device), torch.arange(SLOTS, dtype=torch.int32, device=device)
+    owners = torch.arange(before, device=device) * 7 % SLOTS
+    lora_kernels.group(groups, slots, owners, before)
+    lora_kernels.group(groups, slots, owners[:tokens], tokens)
+    x = torch.randn(padded, IN, device=device)
+    y = x.new_zeros(padded, sum(PARTS))
+    lora_kernels.expand(y, lora_kernels.shrink(x, weights, groups), weights, groups)
+    expected = applied(lora_kernels, x[:tokens], weights, slots[owners[:tokens]].tolist())
+    assert torch.equal(y[:tokens], expected)
+    assert not y[tokens:].any()
