@@ -95,7 +95,8 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         return Child(pid, reap)
     code = 1
     try:
-        logging.getLogger().handlers.clear()  # pytest's: their files are closed here
+        logging.shutdown()  # now, and not when uvicorn sets up its own: then the descriptors of pytest's are others'
+        logging.getLogger().handlers.clear()
         gc.freeze()  # nothing of the parent's is finalised here, where its descriptors are others' from now on
         high = {place: fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH) for place, descriptor in places.items()}
         for place, descriptor in high.items():
