@@ -316,7 +316,7 @@ def test_a_rolling_restart_loses_nothing(server: Server) -> None:
             said = []
             while time.monotonic() < until[0]:
                 with http_client(server.url) as client:
-                    response = client.post(TEXT, json={**LONG, "max_tokens": 10, "stream": True})
+                    response = client.post(TEXT, json={**LONG, "max_tokens": 4, "stream": True})
                 said.append(response.text[-30:] if response.status_code == 200 else response.text)
             return said
 
