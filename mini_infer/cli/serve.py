@@ -56,18 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except MiniInferError as error:
         return refuse(NAME, error)
+    finally:
+        for name in ("stdout", "stderr"):
+            try:
+                getattr(sys, name).flush()
+            except OSError:  # a full disk, say: Python would end with an error if it could not flush
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
     def on_ready() -> None:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        try:
-            scheme = "http" if settings.ssl_certfile is None else "https"
-            names = ", ".join(model.model_name for model in settings.models)
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        names = ", ".join(model.model_name for model in settings.models)
+        with contextlib.suppress(OSError):  # a server whose log takes nothing still serves
             print(address_line(names, f"{scheme}://{shown}:{port}"), flush=True)
-        except OSError:  # a full disk, say: a server whose log takes nothing still serves
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
     from mini_infer.core.logs import install
 

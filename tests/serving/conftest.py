@@ -23,6 +23,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="runs with -m clients alone"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The helper is forked when everything has been imported and nothing has run."""
+    if session.items and not session.config.option.collectonly:
+        forks()
+
+
 _shared: list[psutil.Process] = []
 
 

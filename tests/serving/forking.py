@@ -1,5 +1,5 @@
 """Server and engine processes for tests of what they do, and not of how they start: forked from a helper that has
-imported what all of them import, which is seconds of CPU time for each.
+imported what all of them import, which is seconds of CPU time for each. The helper is forked from the test's process.
 
 The test's process asks `forks()` for a server. In that, and in the test's process while `engines_are_forked`, whatever
 the package starts as `python -m module` is forked, too.
@@ -11,6 +11,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from typing import IO, Any
 
 import pytest
 
+from mini_infer.runtime.executor import rank_process
 from mini_infer.serving.processes import launch
 
 IMPORTED = (
@@ -93,6 +95,8 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         return Child(pid, reap)
     code = 1
     try:
+        logging.shutdown()  # now, and not when uvicorn sets up its own: then the descriptors of pytest's are others'
+        logging.getLogger().handlers.clear()
         gc.freeze()  # nothing of the parent's is finalised here, where its descriptors are others' from now on
         high = {place: fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH) for place, descriptor in places.items()}
         for place, descriptor in high.items():
@@ -146,22 +150,30 @@ def popen(start: Start, command: Sequence[str], stdin: int, pass_fds: Sequence[i
 
 
 def engines_are_forked(patch: pytest.MonkeyPatch, start: Start) -> None:
-    """And API processes. Until `patch` is undone, in this process and in those that it forks."""
+    """And API processes and ranks. Until `patch` is undone, in this process and in those that it forks."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    patch.setattr(launch, "subprocess", SimpleNamespace(Popen=functools.partial(popen, start), **names))
+    for module in (launch, rank_process):
+        patch.setattr(module, "subprocess", SimpleNamespace(Popen=functools.partial(popen, start), **names))
 
 
 class Forks:
     """The helper, which forks for this process. What it forks is its child, and so below this process."""
 
     def __init__(self) -> None:
+        import torch
+
         self._one_at_a_time = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
+            place = theirs.fileno()
+            self.process: Child | subprocess.Popen[bytes]
+            if torch.cuda.is_available():  # where a process has looked for it, no child can use it
+                paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+                command = [sys.executable, __file__, str(place)]
+                self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[place], env=environment)
+            else:
+                self.process = fork([__name__, str(place)], os.environ, {each: each for each in (0, 1, 2, place)})
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], places: Mapping[int, int]) -> Child:
         """See `fork`."""

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 from attacks import ATTACKS, CHAT, HEAD, STREAM, TEXT, http_client, httpx_post, opened, request, said
-from http_server import Server, running, wait_for
+from http_server import Server, running, samples, wait_for
 
 from mini_infer import RequestError, SamplingParams
 from mini_infer.serving.api.errors import ApiError, as_api_error
@@ -315,17 +315,11 @@ def test_refusals_and_statuses_are_counted(server: Server) -> None:
 
 
 def labelled(server: Server) -> dict[Any, float]:
-    from prometheus_client.parser import text_string_to_metric_families
-
     with http_client(server.url) as client:
         text = client.get("/metrics").text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     found: dict[Any, float] = {}
-    for sample in samples:
-        if sample.name == "mini_infer:http_responses_total":
-            found[sample.labels["path"], sample.labels["status"]] = sample.value
-        elif sample.name == "mini_infer:requests_refused_total":
-            found[sample.labels["reason"]] = sample.value
+    for _, labels, value in samples(text, "http_responses_total", "requests_refused_total"):
+        found[labels["reason"] if "reason" in labels else (labels["path"], labels["status"])] = value
     return found
 
 

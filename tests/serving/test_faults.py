@@ -8,8 +8,6 @@ import resource
 import selectors
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,8 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from forking import forks
-from http_server import DRY, ROOT, Server, http_client, running, wait_for
+from forking import Child, forks
+from http_server import DRY, Server, http_client, running, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}
@@ -250,15 +248,14 @@ def test_a_body_that_comes_slowly_and_one_that_breaks_off(server: Server) -> Non
 
 
 @contextmanager
-def logging_to(path: Path | str) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def logging_to(path: Path | str) -> Iterator[tuple[Child, httpx.Client]]:
     """A server all of whose output goes into a file, at a port that is known without reading it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = [*DRY, "--port", str(port), "--access-log", "--log-level", "debug"]
     with open(path, "ab") as log:
-        command = [sys.executable, "-m", "mini_infer.cli.serve", *flags]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = forks().start(["mini_infer.cli.serve", *flags], os.environ, {1: log.fileno(), 2: log.fileno()})
     try:
         with http_client(f"http://127.0.0.1:{port}") as client:
             wait_for(lambda: process.poll() is not None or _answers(client), timeout=30)

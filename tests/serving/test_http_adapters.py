@@ -17,8 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import Server, running, wait_for
-from prometheus_client.parser import text_string_to_metric_families
+from http_server import Server, running, samples, wait_for
 
 from mini_infer.assets.adapters import random_adapter, write_adapter
 from mini_infer.cli.serve import parse
@@ -68,9 +67,8 @@ def change(server: Server, what: str, **body: str) -> httpx.Response:
 
 
 def counted(server: Server, name: str) -> dict[str, float]:
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    samples = [s for family in families for s in family.samples if s.name == f"mini_infer:{name}_total"]
-    return {sample.labels["adapter"]: sample.value for sample in samples}
+    found = samples(server.http.get("/metrics").text, f"{name}_total")
+    return {sample.labels["adapter"]: sample.value for sample in found}
 
 
 def test_a_requests_model_chooses_an_adapter(server: Server) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forking import forks
 from http_server import ROOT, Server, http_client, running, wait_for
 
 from mini_infer.serving.http.server import _pass_signals_to
@@ -282,8 +283,9 @@ def test_uvicorn_reads_the_environment() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"MINI_INFER_DRY_RUN": "true", "MINI_INFER_CACHE__BLOCK_SIZE": "32", "MINI_INFER_SERVED_MODEL_NAME": "mine"}
-    command = [sys.executable, "-m", "uvicorn", "mini_infer.serving.api.app:app", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stderr=subprocess.DEVNULL)
+    arguments = ["uvicorn", "mini_infer.serving.api.app:app", "--port", str(port)]
+    with open(os.devnull, "w") as nowhere:
+        process = forks().start(arguments, {**os.environ, **own}, {1: nowhere.fileno(), 2: nowhere.fileno()})
     try:
         with http_client(f"http://127.0.0.1:{port}") as client:
             wait_for(lambda: _answers(client), timeout=30)

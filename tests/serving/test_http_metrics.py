@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from http_server import Server, running, wait_for
+from http_server import Server, running, samples, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.serving.link.replica import Replica
@@ -50,17 +50,18 @@ def test_gauges_while_it_runs(server: Server) -> None:
         wait_for(lambda: server.metrics()["num_requests_running"] == 1)
         wait_for(lambda: 0 < server.metrics()["kv_cache_usage_perc"] < 1)
     server.wait_until_idle()
-    samples = {
-        sample.labels["finished_reason"]: sample.value
-        for family in text_string_to_metric_families(server.http.get("/metrics").text)
-        for sample in family.samples
-        if sample.name == "mini_infer:request_success_total"
-    }
-    assert set(samples) == {"stop", "length", "abort", "error", "deadline"}
+    ended = samples(server.http.get("/metrics").text, "request_success_total")
+    assert {sample.labels["finished_reason"] for sample in ended} == {"stop", "length", "abort", "error", "deadline"}
 
 
 def test_types_and_labels(server: Server) -> None:
-    families = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
+    text = server.http.get("/metrics").text
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    for name in ("time_to_first_token_seconds_bucket", "http_responses_total"):  # as other tests read them
+        read = {(*sorted(sample.labels.items()), sample.value) for sample in samples(text, name)}
+        family = families["mini_infer:" + name.rpartition("_")[0]]
+        told = [sample for sample in family.samples if sample.name == f"mini_infer:{name}"]
+        assert read == {(*sorted(sample.labels.items()), sample.value) for sample in told} != set()
     assert families["mini_infer:num_requests_running"].type == "gauge"
     assert families["mini_infer:generation_tokens"].type == "counter"
     assert families["mini_infer:time_to_first_token_seconds"].type == "histogram"

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import Server, http_client, running, wait_for
-from prometheus_client.parser import text_string_to_metric_families
+from http_server import Server, http_client, running, samples, wait_for
 
 TEXT = "/v1/completions"
 DRY_MODELS = """
@@ -65,10 +64,9 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     return response.json()["error"]
 
 
-def samples(server: Server, name: str, **labels: str) -> float:
-    """Of those with these labels, added up."""
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    found = [sample for family in families for sample in family.samples if sample.name == f"mini_infer:{name}"]
+def counted(server: Server, name: str, **labels: str) -> float:
+    """The samples with these labels, added up."""
+    found = samples(server.http.get("/metrics").text, name)
     return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
 
 
@@ -103,11 +101,11 @@ def test_metrics_carry_the_models_name(server: Server) -> None:
     ask(server, "second", prompt="x", max_tokens=5, ignore_eos=True)
     error(ask(server, "first", max_tokens=-1), 400)
 
-    wait_for(lambda: samples(server, "generation_tokens_total", model_name="second") >= 5)
-    wait_for(lambda: samples(server, "http_responses_total", model_name="second", path=TEXT, status="200") >= 1)
-    wait_for(lambda: samples(server, "http_responses_total", model_name="", path="/metrics") >= 1)
-    assert samples(server, "replica_up", model_name="first") == 1
-    assert samples(server, "replica_up", model_name="second") == 2
+    wait_for(lambda: counted(server, "generation_tokens_total", model_name="second") >= 5)
+    wait_for(lambda: counted(server, "http_responses_total", model_name="second", path=TEXT, status="200") >= 1)
+    wait_for(lambda: counted(server, "http_responses_total", model_name="", path="/metrics") >= 1)
+    assert counted(server, "replica_up", model_name="first") == 1
+    assert counted(server, "replica_up", model_name="second") == 2
 
 
 # --- limits and losses are a model's own --------------------------------------------------------------------------
@@ -120,14 +118,14 @@ def test_a_full_model_leaves_the_other_one_alone(server: Server) -> None:
             lines = response.iter_lines()  # held: the response is closed with it
             next(lines)
             waiting = threads.submit(ask, server, "first")
-            wait_for(lambda: samples(server, "num_requests_waiting", model_name="first") == 1)
+            wait_for(lambda: counted(server, "num_requests_waiting", model_name="first") == 1)
             refused = ask(server, "first")
             assert error(refused, 429)["code"] == "queue_full"
             assert ask(server, "second").status_code == 200
             assert not waiting.done()
         assert waiting.result(10).status_code == 200
-    wait_for(lambda: samples(server, "requests_refused_total", model_name="first", reason="queue_full") == 1)
-    assert samples(server, "requests_refused_total", model_name="second") == 0
+    wait_for(lambda: counted(server, "requests_refused_total", model_name="first", reason="queue_full") == 1)
+    assert counted(server, "requests_refused_total", model_name="second") == 0
 
 
 def test_a_killed_model_comes_back_and_the_other_one_serves_on(server: Server) -> None:

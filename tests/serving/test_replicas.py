@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import Server, http_client, refusal, running, wait_for
-from prometheus_client.parser import text_string_to_metric_families
+from http_server import Server, http_client, refusal, running, samples, wait_for
 from served import PROMPT, SHORT, TIMEOUT_S, dry_config, idle, whole
 
 from mini_infer import EngineConfig, LLMEngine
@@ -79,9 +78,8 @@ def wait_until_whole(server: Server, unlike: list[int] | None = None) -> None:
 def by_replica(server: Server, name: str) -> dict[str, float]:
     """A gauge's or a counter's samples."""
     with http_client(server.url) as client:
-        families = text_string_to_metric_families(client.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples if sample.name == f"mini_infer:{name}"]
-    return {sample.labels["replica"]: sample.value for sample in samples}
+        found = samples(client.get("/metrics").text, name)
+    return {sample.labels["replica"]: sample.value for sample in found}
 
 
 def stream(server: Server, stack: ExitStack, **body: Any) -> Iterator[str]:
@@ -318,7 +316,7 @@ def test_a_rolling_restart_loses_nothing(server: Server) -> None:
             said = []
             while time.monotonic() < until[0]:
                 with http_client(server.url) as client:
-                    response = client.post(TEXT, json={**LONG, "max_tokens": 10, "stream": True})
+                    response = client.post(TEXT, json={**LONG, "max_tokens": 4, "stream": True})
                 said.append(response.text[-30:] if response.status_code == 200 else response.text)
             return said
 

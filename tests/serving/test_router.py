@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -201,25 +202,23 @@ class Replicas:
         self._tokens = self._hits = 0
         self.served = [0] * num_replicas
 
-    def hit_rate(self, prompts: Sequence[Prompt]) -> float:
-        for turn, token_ids in enumerate(prompts):
-            self._serve(self._routers[turn % len(self._routers)], token_ids)
+    def hit_rate(self, prompts: Sequence[tuple[Prompt, list[bytes]]]) -> float:
+        for turn, (token_ids, hashes) in enumerate(prompts):
+            self._serve(self._routers[turn % len(self._routers)], token_ids, hashes)
             if turn % 10 == 0:
                 self._tell()
         return self._hits / self._tokens
 
-    def _serve(self, router: Router, token_ids: Prompt) -> None:
+    def _serve(self, router: Router, token_ids: Prompt, hashes: list[bytes]) -> None:
         route = send(router, token_ids)
         pool = self._pools[route.replica]
-        hashes = block_hashes(token_ids)
         blocks = pool.find(hashes)
         cached = len(blocks) * BLOCK
         pool.share(blocks)
         while (taken := pool.allocate(-(-len(token_ids) // BLOCK) - cached // BLOCK)) is None:
             self._end(next(i for i, running in enumerate(self._running) if running[1].replica == route.replica))
         blocks = [*blocks, *taken]
-        for block, block_hash in zip(blocks, hashes, strict=False):
-            pool.register([block], [block_hash])
+        pool.register(blocks[: len(hashes)], hashes)
         self._tokens += len(token_ids)
         self._hits += cached
         self.served[route.replica] += 1
@@ -248,10 +247,13 @@ def block_hashes(token_ids: Prompt) -> list[bytes]:
     return hashes
 
 
-def shared_prefixes(groups: int = 64, count: int = 1500) -> list[Prompt]:
+@cache
+def shared_prefixes(groups: int = 64, count: int = 1500) -> list[tuple[Prompt, list[bytes]]]:
+    """With the hashes of their blocks."""
     rng = random.Random(1)
     heads = [prompt(seed, 512) for seed in range(groups)]
-    return [prompt(1000 + turn, 608, rng.choice(heads)) for turn in range(count)]
+    prompts = [prompt(1000 + turn, 608, rng.choice(heads)) for turn in range(count)]
+    return [(token_ids, block_hashes(token_ids)) for token_ids in prompts]
 
 
 @pytest.mark.parametrize(("num_replicas", "in_flight"), [(2, 16), (2, 64), (8, 64)])

@@ -70,12 +70,12 @@ def test_nothing_is_too_odd(server: Server, path: str, method: str, mode: Genera
 
 @pytest.mark.parametrize("path", GOOD)
 def test_one_odd_field_in_a_good_request(server: Server, path: str) -> None:
-    @settings(max_examples=30, phases=UNSHRUNK)
-    @given(schemathesis.openapi.from_dict(DOCUMENT)[path]["POST"].as_strategy(), st.data())
-    def ask(case: Case, data: st.DataObject) -> None:
-        odd = data.draw(st.sampled_from(sorted(case.body)))
-        case.body = {**GOOD[path], odd: case.body[odd]}
-        send(server, case, KEY)
+    @settings(max_examples=8, phases=UNSHRUNK)  # each has many fields, and takes longer to make up than they to send
+    @given(schemathesis.openapi.from_dict(DOCUMENT)[path]["POST"].as_strategy())
+    def ask(case: Case) -> None:
+        for odd, value in dict(case.body).items():
+            case.body = {**GOOD[path], odd: value}
+            send(server, case, KEY)
 
     ask()
 
