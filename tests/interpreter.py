@@ -28,8 +28,20 @@ def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
 
     patch.setattr(interpreter, "_convert_float", _converted_at_once(interpreter._convert_float))
 
+    known_at_once = {type(None), bool, int, float, str, core.tensor, core.dtype, core.pointer_type, core.block_type}
+    unwrap = core._unwrap_if_constexpr
+    patch.setattr(core, "_unwrap_if_constexpr", lambda value: value if type(value) in known_at_once else unwrap(value))
+    cast = semantic.TritonSemantic.cast
+
+    def cast_unless_equal(self: Any, value: Any, wanted: Any, *rest: Any) -> Any:
+        return value if value.type.scalar.name == wanted.scalar.name else cast(self, value, wanted, *rest)
+
+    patch.setattr(semantic.TritonSemantic, "cast", cast_unless_equal)
+
     # Each value has one of a few types.
     patch.setattr(interpreter, "_get_np_dtype", _once_a_name(interpreter._get_np_dtype))
+    for kind in (core.dtype, core.block_type):
+        patch.setattr(kind, "to_ir", _once_a_name(kind.to_ir))
     blocks = dict[tuple[str, str], Any]()
     with_element_type = core.block_type.with_element_ty
 
@@ -40,15 +52,17 @@ def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
         return blocks[key]
 
     patch.setattr(core.block_type, "with_element_ty", block_of)
-    get_block, made = interpreter.InterpreterBuilder.get_block_ty, dict[tuple[str, tuple[int, ...]], Any]()
+    make_block = core.block_type.__init__
+    made = dict[tuple[Any, ...], dict[str, Any]]()
 
-    def get_block_once(self: Any, element: Any, shape: Any) -> Any:
-        key = element.name, tuple(shape)
+    def init_block(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *shape
         if key not in made:
-            made[key] = get_block(self, element, shape)
-        return made[key]
+            make_block(self, element, shape)
+            made[key] = vars(self)
+        vars(self).update(made[key])
 
-    patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", get_block_once)
+    patch.setattr(core.block_type, "__init__", init_block)
     make_tensor = core.tensor.__init__
     shapes = dict[str, tuple[Any, Any]]()
 
@@ -105,43 +119,65 @@ def _prepare_operators(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast_once)
     check = semantic.TritonSemantic.binary_op_type_checking_impl
-    plain = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # and the numbers that become of these types
-    offsets = plain.keys() - {"fp32"}  # from pointers
+    # Of these types, the least and the largest number that becomes one of them.
+    int32, inf = np.iinfo(np.int32), np.inf
+    numbers = {
+        "fp32": (-inf, inf),
+        "uint32": (0, int32.max),
+        **dict.fromkeys(("int32", "int64"), (int32.min, int32.max)),
+    }
+    same = numbers.keys() | {"int1", "int8", "uint8", "int16", "uint16", "uint64"}  # as the result, where both are this
+    offsets = {"int32", "int64"}
+    handles = dict[tuple[Any, str], Any]()
 
-    def number_like(self: Any, number: Any, block: Any) -> Any:
-        """None where Triton's own rules decide."""
-        scalar = block.type.scalar
-        if type(number) not in plain.get(scalar.name, ()):
+    def spread(self: Any, number: Any, other: Any, pointers: bool) -> Any:
+        """Of the other's shape, for which numpy needs no copies; None where Triton's own rules decide."""
+        scalar = other.type.scalar
+        if pointers and scalar.is_ptr():
+            scalar = core.int32
+        least, largest = numbers.get(scalar.name, (inf, -inf))
+        if not (type(number) is int or (type(number) is float and scalar.name == "fp32")):
             return None
-        if scalar.name != "fp32" and not -(2**31) <= number < 2**31:
+        if not least <= number <= largest:
             return None
-        numpy_type = interpreter._get_np_dtype(scalar)
-        data = np.full(block.handle.data.shape, number or 0, numpy_type)
-        return self.tensor(interpreter.TensorHandle(data, scalar), block.type)
+        key = number, scalar.name
+        if key not in handles:
+            handles[key] = interpreter.TensorHandle(np.full(1, number, interpreter._get_np_dtype(scalar)), scalar)
+        return self.tensor(handles[key], other.type.with_element_ty(scalar) if other.type.is_block() else scalar)
 
     def check_fast(self: Any, one: Any, other: Any, *rest: Any, **more: Any) -> tuple[Any, Any]:
         if type(one) is core.tensor:
             if type(other) is core.tensor:
                 left, right = one.type.scalar, other.type.scalar
-                if (left.name in plain and left.name == right.name) or (
+                if offsets == {left.name, right.name}:
+                    one, other = self.cast(one, core.int64), self.cast(other, core.int64)
+                    left = right = core.int64
+                if (left.name in same and left.name == right.name) or (
                     left.is_ptr() and rest and right.name in offsets
                 ):
-                    return (one, other) if one.shape == other.shape == () else self.broadcast_impl_value(one, other)
-            elif (made := number_like(self, other, one)) is not None:
+                    blocks = one.type.is_block(), other.type.is_block()
+                    if all(blocks):
+                        return self.broadcast_impl_value(one, other)
+                    if blocks[0]:
+                        return one, self.tensor(other.handle, one.type.with_element_ty(right))
+                    if blocks[1]:
+                        return self.tensor(one.handle, other.type.with_element_ty(left)), other
+                    return one, other
+            elif (made := spread(self, other, one, bool(rest))) is not None:
                 return one, made
-        elif type(other) is core.tensor and (made := number_like(self, one, other)) is not None:
+        elif type(other) is core.tensor and (made := spread(self, one, other, False)) is not None:
             return made, other
         return check(self, one, other, *rest, **more)
 
     patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", check_fast)
 
 
-def _once_a_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _once_a_name(function: Callable[..., Any]) -> Callable[..., Any]:
     known = dict[str, Any]()
 
-    def call(type: Any) -> Any:
+    def call(type: Any, *builder: Any) -> Any:
         if type.name not in known:
-            known[type.name] = function(type)
+            known[type.name] = function(type, *builder)
         return known[type.name]
 
     return call
