@@ -16,7 +16,7 @@ import matplotlib.style
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import BarContainer, ErrorbarContainer
@@ -191,7 +191,7 @@ def _places(lines: Iterable[Line2D], is_x: bool) -> list[float]:
 
 def log_ticks(axis: Axis, span: float) -> None:
     """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
-    subs = (1.0, 2.0, 5.0) if span < 300 else (1.0,)
+    subs = (1.0, 2.0, 5.0) if span < (60 if isinstance(axis, XAxis) else 300) else (1.0,)  # beside each other: room for 5
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
