@@ -32,7 +32,7 @@ ROUTERS = [
         12, 4, Scores.sigmoid, normalize=True, scale=2.5, correction_bias=True, num_groups=4, top_groups=2, group_top=2
     ),  # DeepSeek-V3
     RouterSpec(6, 6, Scores.sigmoid),
-    RouterSpec(9, 2, routing=Routing.uniform, seed=3),
+    RouterSpec(9, 2, routing=Routing.uniform, seed=2**32 - 1),
     RouterSpec(9, 2, routing=Routing.zipf, seed=2**31 - 1, normalize=True),
 ]
 

@@ -38,7 +38,7 @@ def route_reference(logits: Tensor, bias: Tensor | None, router: RouterSpec, tok
 def _drawn(router: RouterSpec, tokens: TokenPlaces) -> Tensor:
     """Choices [T, E]. The highest is each expert's with the same probability, or, in zipf, with one that falls as 1,
     1/2, 1/3, ... (an exponential race); so is the second among those left, and so on."""
-    token = _mixed(tokens.token_ids + (router.seed + 1) * GOLDEN)
+    token = _mixed(tokens.token_ids + ((router.seed + 1) * GOLDEN & _UINT32))
     lot = _mixed(token + tokens.positions)
     expert = torch.arange(router.num_experts, device=lot.device)
     bits = _mixed(lot[:, None] + expert * GOLDEN)
