@@ -115,10 +115,13 @@ class Ablation(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         sources = dict[str, None]()  # of what simulated steps take
+        predictions = dict(self._predictions)
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                source = self._simulator.setup(cell.engine).found.source  # before anything is measured
-                sources[f"What simulated steps take: {source}."] = None
+                found = self._simulator.setup(cell.engine).found  # before anything is measured
+                sources[f"What simulated steps take: {found.source}."] = None
+                if found.bound:  # that it is not met is no miss
+                    predictions.pop(cell.variant, None)
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
@@ -170,7 +173,7 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, self._predictions, self.variants)]
+        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, predictions, self.variants)]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
