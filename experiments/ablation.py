@@ -115,10 +115,13 @@ class Ablation(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         sources = dict[str, None]()  # of what simulated steps take
+        predictions = dict(self._predictions)
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                source = self._simulator.setup(cell.engine).found.source  # before anything is measured
-                sources[f"What simulated steps take: {source}."] = None
+                found = self._simulator.setup(cell.engine).found  # before anything is measured
+                sources[f"What simulated steps take: {found.source}."] = None
+                if found.bound:  # that it is not met is no miss
+                    predictions.pop(cell.variant, None)
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
@@ -170,7 +173,7 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, self._predictions, self.variants)]
+        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, predictions, self.variants)]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
@@ -222,14 +225,14 @@ class Ablation(Experiment):
         """Every variant that is this engine, the baseline too, at the first point; but for dry models."""
         at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
-        return {cell.variant: _one_replica(cell.engine) for cell in ours}
+        return {cell.variant: _one_engine(cell.engine) for cell in ours}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, found = ExactGate(device), []
         known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
-            engines = [_one_replica(self._cell(variant, point).engine) for point in self._gate_at]
+            engines = [_one_engine(self._cell(variant, point).engine) for point in self._gate_at]
             gates = next((gates for others, gates in known if others == engines), None)
             if gates is None:
                 gates = [exact.of_probes(variant, engine)]
@@ -280,10 +283,11 @@ class Ablation(Experiment):
         return samples
 
 
-def _one_replica(engine: EngineConfig) -> EngineConfig:
-    """Replicas compute what each of them does."""
-    ours = {"routing": ParallelConfig.routing, "launcher": ParallelConfig.launcher}
-    return replace(engine, parallel=replace(engine.parallel, replicas=1, **ours))
+def _one_engine(engine: EngineConfig) -> EngineConfig:
+    """What each replica computes, and what engines do together of which some compute prompts for the others."""
+    servers = ("replicas", "prefill", "decode", "prefill_tensor", "routing", "launcher", "hand_over", "connector")
+    own = {name: getattr(ParallelConfig, name) for name in servers}
+    return replace(engine, parallel=replace(engine.parallel, **own))
 
 
 def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:

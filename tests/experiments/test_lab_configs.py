@@ -53,6 +53,8 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
         assert not_shown(experiment) == []
     if isinstance(experiment, Ablation):
         assert experiment.spec.served_by(Kind.http).variants  # what via=url makes of it
+        for engine in experiment._gated.values():  # asked by itself
+            assert (engine.parallel.replicas, engine.parallel.prefill, engine.parallel.decode) == (1, 0, 0)
 
 
 def test_the_default_config_is_the_engines_own(compose_config):

@@ -142,6 +142,21 @@ def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_ti
     assert found.notes[0] == "What simulated steps take: the dry model's own."
 
 
+def test_a_bound_that_is_not_met_is_no_miss(compose_config, virtual_time, monkeypatch) -> None:
+    setup = Simulator.setup
+
+    def bound(self, engine):
+        found = setup(self, engine)
+        return dataclasses.replace(found, found=dataclasses.replace(found.found, bound=True))
+
+    monkeypatch.setattr(Simulator, "setup", bound)
+    config = compose_config(*("experiment=simulator", *DRY, *FEW, "measure.repeats=1", "measure.gates=false"))
+    config.experiment.points, config.experiment.claims = {}, []
+    experiment, found = measured(config)
+    assert list(prediction.misses(found.rows, experiment._predictions))
+    assert not any("the worst misses" in note for note in found.notes)
+
+
 def _forgiven(rows):
     return [row.reason for row in rows if "not shown" in row.reason]
 

@@ -191,7 +191,8 @@ def _places(lines: Iterable[Line2D], is_x: bool) -> list[float]:
 
 def log_ticks(axis: Axis, span: float) -> None:
     """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
-    subs = (1.0, 2.0, 5.0) if span < (60 if isinstance(axis, XAxis) else 300) else (1.0,)  # beside each other: room for 5
+    most = 60 if isinstance(axis, XAxis) else 300  # side by side numbers take more room than one above the other
+    subs = (1.0, 2.0, 5.0) if span < most else (1.0,)
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
