@@ -183,7 +183,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(expected: list, quic
 def test_synthetic_drafts_are_accepted_at_their_rate() -> None:
     dry = {"load_format": "dry"}
     speculation = {"method": "synthetic", "acceptance": 0.7, "num_tokens": 4, "adaptive": False}
-    engine = LLMEngine(EngineConfig.from_dict({"model": dry, "speculation": speculation}))
+    engine = LLMEngine(EngineConfig.from_dict({"seed": 0, "model": dry, "speculation": speculation}))
     engine.generate([[65 + i] for i in range(64)], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     first = [r for r in engine.records if r.drafted]
     rate = sum(r.accepted[0] for r in first) / sum(r.drafted[0] for r in first)
