@@ -284,10 +284,9 @@ class Ablation(Experiment):
 
 
 def _one_engine(engine: EngineConfig) -> EngineConfig:
-    """What each replica computes, and what engines do together of which some compute prompts for the others."""
-    servers = ("replicas", "prefill", "decode", "prefill_tensor", "routing", "launcher", "hand_over", "connector")
-    own = {name: getattr(ParallelConfig, name) for name in servers}
-    return replace(engine, parallel=replace(engine.parallel, **own))
+    """What engines behind one server compute together, and nothing of how requests and KV get to them."""
+    between = {name: getattr(ParallelConfig, name) for name in ("routing", "hand_over", "connector")}
+    return replace(engine, parallel=replace(engine.parallel.of_one, **between))
 
 
 def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:

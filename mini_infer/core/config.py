@@ -298,10 +298,15 @@ class ParallelConfig:
             )
 
     @property
+    def of_one(self) -> ParallelConfig:
+        """What an engine has of this that does by itself what all of them do."""
+        alone: dict[str, Any] = {"replicas": 1, "prefill": 0, "decode": 0, "prefill_tensor": None}
+        return dataclasses.replace(self, launcher=Launcher.processes, **alone)
+
+    @property
     def of_engines(self) -> list[ParallelConfig]:
         """What each engine behind one server has of this, those for prompts first."""
-        alone: dict[str, Any] = {"replicas": 1, "prefill": 0, "decode": 0, "prefill_tensor": None}
-        one = dataclasses.replace(self, launcher=Launcher.processes, **alone)
+        one = self.of_one
         if not (self.prefill or self.decode):
             return [one] * self.replicas
         prompts = dataclasses.replace(one, prefill=1, tensor=self.prefill_tensor or self.tensor)
