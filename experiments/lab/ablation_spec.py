@@ -10,7 +10,7 @@ from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
-from experiments.lab.spec import VARIANT_KEYS, ExperimentSpec
+from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ExperimentSpec
 from mini_infer.core.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ class AblationSpec(ExperimentSpec):
             kind = (changes or {}).get("kind", "engine")
             if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
                 label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
-                variants[f"{name} predicted"] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
+                variants[name + PREDICTED] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
         return replace(self, variants=variants)
 
     def served_by(self, kind: Kind) -> AblationSpec:

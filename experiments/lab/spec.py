@@ -10,6 +10,7 @@ from mini_infer.core.errors import ConfigError
 
 VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
 RATE = "workload.rate_per_s"  # what a search varies
+PREDICTED = " predicted"  # behind a variant's name: the same one, simulated
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.claims import AIM, Claim
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
-from experiments.lab.spec import RATE
+from experiments.lab.spec import PREDICTED, RATE
 from experiments.lab.store.result import Result, RunInfo
 
 TARGET = "target"  # begins the source of a claim
@@ -86,7 +86,8 @@ def shown(result: Result, most: int) -> list[Effect]:
     if info.baseline is not None and len(found) < most:
         metric = claimed[0].metric if claimed else next(iter(info.metrics))
         known = {(effect.metric, effect.cell) for effect in found}
-        left_out = (info.baseline, info.aa, *peers(info))
+        predicted = [name + PREDICTED for name in info.variants]  # they run nowhere
+        left_out = (info.baseline, info.aa, *peers(info), *predicted)
         for cell in ((v, point) for point in info.points for v in info.variants if v not in left_out):
             if (metric, cell) not in known and not info.fails(*cell) and not is_scheduled(metric, cell[1], info):
                 more = between(result, metric, cell, (info.baseline, cell[1]))
