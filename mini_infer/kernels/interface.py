@@ -64,6 +64,7 @@ class Part:
     # Rows that are being summed up in their place, and what waits for it: whoever reads them one by one goes on while
     # the others travel.
     halves: Sequence[tuple[slice, Callable[[], object]]] = ()
+    more: Tensor | None = None  # [T, H] of `dtype`, added to `own`, where there is one rank
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +80,7 @@ class Part:
                 wait()
             return self.own
         if not self.ordered:
-            return self.ranks.all_reduce(self.own)
+            return self.ranks.all_reduce(self.own if self.more is None else self.own + self.more)
         total = self.ranks.tree_sum(self.own)
         return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
 
@@ -237,11 +238,12 @@ class Kernels(Protocol):
         """The stream -> (its norm, its value, in `value` where it is given and there is a residual). Leaves its
         argument as it is."""
 
-    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places, more: Tensor | None = None) -> Tensor:
         """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
+            more: of qkv's shape and dtype, added to it.
         """
 
     def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
@@ -253,8 +255,8 @@ class Kernels(Protocol):
             kv: [T, R + P].
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
+    def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
+        """gate_up [T, 2I], to which `more` of its shape and dtype is added -> silu(gate) * up [T, I]."""
 
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         """As RouterSpec defines it, of logits [T, E] and bias [E] float32."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from mini_infer.kernels.lora import Groups, LoraWeights, most_spans, span
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
+from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _TOKENS = 16  # a tile
-_SPLIT = 1024  # inputs that a program of `shrink` adds up
-_OUTS = 128  # outputs of a program of `expand`
+_SPLIT = 512  # inputs that a program of `shrink` adds up
+_OUTS, _SHARE = 128, 256  # outputs that a program of `expand` takes at a time, and in all
 _AT_ONCE = 128  # spans that `group` writes
 
 
@@ -105,7 +106,9 @@ def _shrink_kernel(
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     own = spans_ptr + tl.program_id(0) * 3
     begin, end = tl.load(own + 1), tl.load(own + 2)
     split, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -134,7 +137,7 @@ def shrink(x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = 
     _shrink_kernel[most_spans(groups, len(x)), splits * parts](
         x, weights.a, out, groups.order, groups.spans, weights.a.stride(0), IN=size, CHUNK=chunk, SPLITS=splits,
         PARTS=parts, RANK=rank, TOKENS=_TOKENS, BLOCK_K=min(128, triton.next_power_of_2(chunk)),
-        DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=4,
+        DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=4, **launch_options(x.device, ordinary=True),
     )  # fmt: skip
     return out
 
@@ -146,7 +149,7 @@ def _expand_kernel(
     b_ptr,
     order_ptr,
     spans_ptr,
-    blocks_ptr,
+    shares_ptr,
     slot_stride,
     OUT: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -156,50 +159,57 @@ def _expand_kernel(
     OUTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    own = spans_ptr + tl.program_id(0) * 3
-    begin, end = tl.load(own + 1), tl.load(own + 2)
+    let_next_start(PDL)
+    own = spans_ptr + tl.program_id(1) * 3
+    begin, end = tl.load(own + 1), tl.load(own + 2)  # in place since before `shrink`, which waited for all before it
+    wait_for_previous(PDL)
     if begin < end:
-        block = blocks_ptr + tl.program_id(1) * 3
-        part, rank = tl.load(block), tl.arange(0, RANK)
+        share = shares_ptr + tl.program_id(0) * 3
+        part, rank = tl.load(share), tl.arange(0, RANK)
         # Without these hints each number is read and written by itself.
-        out = tl.multiple_of(tl.load(block + 1), ALIGNED) + tl.arange(0, OUTS)
-        inside = out < tl.multiple_of(tl.load(block + 2), ALIGNED)
+        first_out, last_out = tl.multiple_of(tl.load(share + 1), ALIGNED), tl.multiple_of(tl.load(share + 2), ALIGNED)
         b_ptr += tl.load(own).to(tl.int64) * slot_stride
         for first in range(begin, end, TOKENS):
             at = first + tl.arange(0, TOKENS)
             real = at < end
             token = tl.load(order_ptr + at, mask=real, other=0).to(tl.int64)
             s = tl.zeros([TOKENS, RANK], tl.float32)
-            for split in range(SPLITS):
+            for split in tl.static_range(SPLITS):  # so that all are asked for at once
                 row = (token * SPLITS + split) * PARTS + part
                 s += tl.load(shrunk_ptr + row[:, None] * RANK + rank[None, :], mask=real[:, None], other=0.0)
-            mask = real[:, None] & inside[None, :]
-            to = y_ptr + token[:, None] * OUT + out[None, :]
-            y = tl.load(to, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(b_ptr + out[None, :] * RANK + rank[:, None], mask=inside[None, :], other=0.0)
-            s = s.to(y_ptr.dtype.element_ty)
-            y = tl.dot(s.to(DOT), b.to(DOT), y, input_precision="ieee")
-            tl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
+            rounded = s.to(y_ptr.dtype.element_ty).to(DOT)
+            for start in range(first_out, last_out, OUTS):
+                out = tl.multiple_of(start, ALIGNED) + tl.arange(0, OUTS)
+                inside = out < last_out
+                mask = real[:, None] & inside[None, :]
+                to = y_ptr + token[:, None] * OUT + out[None, :]
+                b = tl.load(b_ptr + out[None, :] * RANK + rank[:, None], mask=inside[None, :], other=0.0)
+                y = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+                y = tl.dot(rounded, b.to(DOT), y, input_precision="ieee")
+                tl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups) -> None:
     _, outs, rank = weights.b.shape
-    blocks, aligned = _blocks(weights.parts, y.device)
-    _expand_kernel[most_spans(groups, len(y)), len(blocks)](
-        y, shrunk, weights.b, groups.order, groups.spans, blocks, weights.b.stride(0), OUT=outs, SPLITS=shrunk.shape[1],
+    spans = most_spans(groups, len(y))
+    shares, aligned = _shares(weights.parts, y.device)
+    _expand_kernel[len(shares), spans](
+        y, shrunk, weights.b, groups.order, groups.spans, shares, weights.b.stride(0), OUT=outs, SPLITS=shrunk.shape[1],
         PARTS=len(weights.parts), RANK=rank, TOKENS=_TOKENS, OUTS=_OUTS, ALIGNED=aligned, DOT=DOT_DTYPES[y.dtype],
-        num_warps=4, num_stages=1,
+        num_warps=4, num_stages=1, **launch_options(y.device),
     )  # fmt: skip
 
 
 @cache
-def _blocks(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """[blocks, 3] int32: the part that a program's outputs are of, the first of them, and the end of the part. And what
+def _shares(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """[programs, 3] int32: the part that a program's outputs are of, the first of them, and the end. And what
     divides these two, of 16."""
     found, start = [], 0
     for part, size in enumerate(parts):
-        found += [(part, first, start + size) for first in range(start, start + size, _OUTS)]
-        start += size
+        end = start + size
+        found += [(part, first, min(first + _SHARE, end)) for first in range(start, end, _SHARE)]
+        start = end
     aligned = gcd(16, *(place for _, *places in found for place in places))
     return torch.tensor(found, dtype=torch.int32, device=device), aligned

@@ -103,7 +103,8 @@ class TorchKernels:
         total = x if residual is None else torch.add(residual, x, out=value)
         return F.rms_norm(total, weight.shape, weight, eps), total
 
-    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places, more: Tensor | None = None) -> Tensor:
+        qkv = qkv if more is None else qkv + more
         cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
         _, kv_heads, head_dim = key_slots.shape
         tokens, size = qkv.shape
@@ -132,7 +133,8 @@ class TorchKernels:
         places.slots.view(latents.dtype).index_copy_(0, places.slot_mapping, latents)
         return torch.cat((nope, _rotated(rotated, places)), dim=2)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
+        gate_up = gate_up if more is None else gate_up + more
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -259,6 +261,8 @@ class TritonKernels(TorchKernels):
     def add_rms_norm(self, stream: Stream, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
         if isinstance(x, Part):
+            if residual is not None and x.more is not None:
+                return self._add_rms_norm(x.own, residual, *norm, value, x.more)
             summed = None
             if residual is not None and not (x.ordered or x.halves):
                 summed = x.ranks.add_rms_norm(x.own, residual, norm)
@@ -267,14 +271,14 @@ class TritonKernels(TorchKernels):
             return self._rms_norm(x, *norm), x
         return self._add_rms_norm(x, residual, *norm, value)
 
-    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
-        return self._rope_and_store(qkv, qk_norm, places)
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places, more: Tensor | None = None) -> Tensor:
+        return self._rope_and_store(qkv, qk_norm, places, more, one_shape=self.invariant)
 
     def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
         return self._rope_and_store_latent(q, kv, norm, places)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._silu_mul(gate_up)
+    def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
+        return self._silu_mul(gate_up, more)
 
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         return self._router.route(logits, bias, router, tokens)
@@ -346,9 +350,6 @@ class InvariantKernels(TritonKernels):
 
     def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
         return True  # one kernel for all
-
-    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
-        return self._rope_and_store(qkv, qk_norm, places, one_shape=True)
 
 
 def select_kernels(choice: KernelChoice, device: torch.device, numerics: Numerics = Numerics.fast) -> Kernels:

@@ -32,10 +32,13 @@ import triton
 import triton.language as tl
 
 
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments for the launch of a kernel that has a constexpr PDL."""
+def launch_options(device: torch.device, *, ordinary: bool = False) -> dict[str, Any]:
+    """Keyword arguments for the launch of a kernel that has a constexpr PDL. `ordinary`: it starts when all before it
+    has ended, as behind kernels of two streams, and lets the next start early."""
     # Triton's interpreter does not know launch_pdl.
-    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+    if not _has_pdl(device):
+        return {"PDL": False}
+    return {"PDL": True} if ordinary else {"PDL": True, "launch_pdl": True}
 
 
 @cache

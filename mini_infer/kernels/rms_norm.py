@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from mini_infer.kernels.quantized.tokens import empty_tokens, store_encoded
+from mini_infer.kernels.silu_mul import load_sum
 from mini_infer.quantization.formats import ActivationFormat
 from mini_infer.quantization.weight import QuantizedTokens
 
@@ -35,6 +36,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
+    more_ptr,  # None, or what is added to x
     residual_ptr,
     weight_ptr,
     normed_ptr,
@@ -56,7 +58,7 @@ def _rms_norm_kernel(
     # Ahead of the wait, and of the reduction, behind either of which its latency would come on top.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+    x = load_sum(x_ptr + row, more_ptr if more_ptr is None else more_ptr + row, columns, inside)
     if ADD:
         x += tl.load(residual_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -83,15 +85,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + x), residual + x), both new, or the sum in `total`; it is rounded to x's dtype before it is
-    normalised.
+    normalised. `more` is added to x, and may be of another stream's kernel.
 
-    x and residual [T, H] of one dtype and weight [H], contiguous; the weight as in `rms_norm`.
+    x, more and residual [T, H] of one dtype and weight [H], contiguous; the weight as in `rms_norm`.
     """
     normed = torch.empty_like(x)
-    return normed, _launch(x, residual, weight, eps, normed, total=total)
+    return normed, _launch(x, residual, weight, eps, normed, total=total, more=more)
 
 
 def quantized_rms_norm(
@@ -100,7 +102,7 @@ def quantized_rms_norm(
     """As `quantize_tokens` of the norm of `add_rms_norm`, or of `rms_norm` without a residual, to the bit; and the
     sum, or x."""
     tokens, constants = empty_tokens(x, x.shape[1], form)
-    return tokens, _launch(x, residual, weight, eps, tokens.codes, tokens.scales, None, **constants)
+    return tokens, _launch(x, residual, weight, eps, tokens.codes, tokens.scales, None, None, **constants)
 
 
 def _launch(
@@ -111,6 +113,7 @@ def _launch(
     normed: Tensor,
     scales: Tensor | None = None,
     total: Tensor | None = None,
+    more: Tensor | None = None,
     **constants: Any,
 ) -> Tensor:
     rows, size = x.shape
@@ -120,8 +123,8 @@ def _launch(
         block = triton.next_power_of_2(size)
         constants = constants or {"GROUP": block, "SCALE_MAX": 1.0, "FP8": False}
         _rms_norm_kernel[(rows,)](
-            x, residual, weight, normed, scales, total, eps, SIZE=size, BLOCK=block, ADD=residual is not None,
-            num_warps=num_warps(block), **constants, **launch_options(x.device),
+            x, more, residual, weight, normed, scales, total, eps, SIZE=size, BLOCK=block, ADD=residual is not None,
+            num_warps=num_warps(block), **constants, **launch_options(x.device, ordinary=more is not None),
         )  # fmt: skip
     return total
 

@@ -18,6 +18,7 @@ from mini_infer.kernels.interface import Places, QKNorm
 from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
+from mini_infer.kernels.silu_mul import load_sum
 from mini_infer.quantization.formats import as_stored
 
 
@@ -39,6 +40,7 @@ def rope_and_store_reference(qkv: Tensor, qk_norm: QKNorm | None, places: Places
 @triton.jit
 def _rope_and_store_kernel(
     qkv_ptr,
+    more_ptr,  # None, or what is added to qkv
     qk_norm,  # None: no norm
     places,
     q_ptr,
@@ -58,7 +60,10 @@ def _rope_and_store_kernel(
     tiles: tl.constexpr = q_tiles + 2 * kv_tiles
     token = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    qkv_ptr += token * (Q_HEADS + 2 * KV_HEADS) * SIZE
+    row = token * (Q_HEADS + 2 * KV_HEADS) * SIZE
+    qkv_ptr += row
+    if more_ptr is not None:
+        more_ptr += row
     cos_ptr = places.cos + token * rotary_stride
     sin_ptr = places.sin + token * rotary_stride
     q_weight, k_weight, eps = None, None, 0.0
@@ -70,7 +75,9 @@ def _rope_and_store_kernel(
         head += tile * BLOCK_HEADS
         inside = (head < Q_HEADS) & (column < HALF)
         at = head * SIZE + column
-        first, second = _normed_and_rotated(qkv_ptr + at, inside, q_weight, cos_ptr, sin_ptr, column, eps, HALF)
+        first, second = _normed_and_rotated(
+            qkv_ptr, more_ptr, at, inside, q_weight, cos_ptr, sin_ptr, column, eps, HALF
+        )
         _store_halves(q_ptr + token * Q_HEADS * SIZE + at, first, second, inside, HALF)
     elif tile < q_tiles + kv_tiles:
         slot = tl.load(places.slot_mapping + token)
@@ -78,7 +85,7 @@ def _rope_and_store_kernel(
         inside = (head < KV_HEADS) & (column < HALF)
         at = head * SIZE + column
         first, second = _normed_and_rotated(
-            qkv_ptr + Q_HEADS * SIZE + at, inside, k_weight, cos_ptr, sin_ptr, column, eps, HALF
+            qkv_ptr, more_ptr, Q_HEADS * SIZE + at, inside, k_weight, cos_ptr, sin_ptr, column, eps, HALF
         )
         if places.kv_scales is not None:
             scale = tl.load(places.kv_scales + head, mask=head < KV_HEADS, other=1.0)
@@ -89,23 +96,23 @@ def _rope_and_store_kernel(
         head += (tile - q_tiles - kv_tiles) * BLOCK_HEADS
         inside = (head < KV_HEADS) & (column < HALF)
         at = head * SIZE + column
-        v_ptr = qkv_ptr + (Q_HEADS + KV_HEADS) * SIZE + at
-        v_first = tl.load(v_ptr, mask=inside)
-        v_second = tl.load(v_ptr + HALF, mask=inside)
+        v_at = (Q_HEADS + KV_HEADS) * SIZE + at
+        v_first = load_sum(qkv_ptr, more_ptr, v_at, inside)
+        v_second = load_sum(qkv_ptr, more_ptr, v_at + HALF, inside)
         if places.kv_scales is not None:
             scale = tl.load(places.kv_scales + KV_HEADS + head, mask=head < KV_HEADS, other=1.0)
-            v_first, v_second = v_first.to(tl.float32) / scale, v_second.to(tl.float32) / scale
+            v_first, v_second = v_first / scale, v_second / scale
         _store_halves(places.value_slots + slot * KV_HEADS * SIZE + at, v_first, v_second, inside, HALF)
 
 
 @triton.jit
-def _normed_and_rotated(x_ptr, inside, weight_ptr, cos_ptr, sin_ptr, column, eps, HALF: tl.constexpr):
+def _normed_and_rotated(x_ptr, more_ptr, at, inside, weight_ptr, cos_ptr, sin_ptr, column, eps, HALF: tl.constexpr):
     """The halves of some heads, whose elements pair in the rotation, [BLOCK_HEADS, BLOCK_HALF] float32 each."""
     # What all heads share is loaded for each: in the layout of x, so that nothing has to be moved between threads.
     column = tl.broadcast_to(column, inside.shape)
     # All loads come first: none depends on another, and a decode step's time is their latency.
-    first = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
+    first = load_sum(x_ptr, more_ptr, at, inside)
+    second = load_sum(x_ptr, more_ptr, at + HALF, inside)
     # The other halves, cos again and -sin, are not read.
     cos = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
@@ -133,7 +140,9 @@ def _store_halves(ptr, first, second, inside, HALF: tl.constexpr):
     tl.store(ptr + HALF, second.to(dtype), mask=inside)
 
 
-def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_shape: bool = False) -> Tensor:
+def rope_and_store(
+    qkv: Tensor, qk_norm: QKNorm | None, places: Places, more: Tensor | None = None, *, one_shape: bool = False
+) -> Tensor:
     """Writes k and v into their slots and returns q [T, Hq, D], contiguous and of qkv's dtype; computed in float32.
 
     Args, contiguous:
@@ -141,6 +150,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
         qk_norm: None: no norm.
         places: dimension i of a head pairs with i + D / 2. Of tokens that share a slot, any one stays. The cache may be
             of any floating dtype. Rows of cos and sin alone may lie apart.
+        more: as qkv, added to it; may be of another stream's kernel.
         one_shape: programs are shaped alike for any number of tokens, so that a head's norm is summed in one order.
     """
     tokens, (kv_heads, head_dim) = qkv.shape[0], places.key_slots.shape[1:]
@@ -154,7 +164,8 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
     block_heads, num_warps = (8, 4) if tokens <= 256 or one_shape else (min(2048 // block_half, 32), 2)
     tiles = triton.cdiv(q_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rope_and_store_kernel[(tokens * tiles,)](
-        qkv, qk_norm, places, q, places.cos.stride(0), Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
-        BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=num_warps, **launch_options(qkv.device),
+        qkv, more, qk_norm, places, q, places.cos.stride(0), Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
+        BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=num_warps,
+        **launch_options(qkv.device, ordinary=more is not None),
     )  # fmt: skip
     return q

@@ -204,19 +204,28 @@ class Adapters:
             self._kernels.group(self._groups, self._on_device, owners, num_tokens)
 
     def fork(self) -> torch.cuda.Event | None:
-        """From here on the base's product and `shrink` go side by side, which both take little of a GPU's time but wait
-        for memory."""
+        """From here on a product and the `branch` beside it go side by side, which both take little of a GPU's time but
+        wait for memory."""
         return None if self._beside is None else torch.cuda.current_stream().record_event()
 
-    def shrink(self, x: Tensor, weights: LoraWeights, chunk: int | None, fork: torch.cuda.Event | None) -> Tensor:
-        """As kernels/lora.py has it, since `fork`."""
+    def branch(self, x: Tensor, weights: LoraWeights, fork: torch.cuda.Event | None) -> Tensor:
+        """B A x [T, N] since `fork`, 0 of tokens without an adapter."""
         if self._beside is None or fork is None:
-            return self._kernels.shrink(x, weights, self._groups, chunk)
+            return self._branch(x, weights)
         self._beside.wait_event(fork)
         with torch.cuda.stream(self._beside):
-            shrunk = self._kernels.shrink(x, weights, self._groups, chunk)
+            branch = self._branch(x, weights)
         torch.cuda.current_stream().wait_stream(self._beside)
-        return shrunk
+        return branch
+
+    def _branch(self, x: Tensor, weights: LoraWeights) -> Tensor:
+        branch = x.new_zeros(len(x), weights.b.shape[1])
+        self.expand(branch, self.shrink(x, weights), weights)
+        return branch
+
+    def shrink(self, x: Tensor, weights: LoraWeights, chunk: int | None = None) -> Tensor:
+        """As kernels/lora.py has it."""
+        return self._kernels.shrink(x, weights, self._groups, chunk)
 
     def expand(self, y: Tensor, shrunk: Tensor, weights: LoraWeights) -> None:
         """As kernels/lora.py has it."""

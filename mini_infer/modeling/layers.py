@@ -166,8 +166,8 @@ class Linear(Layer):
             x = self._kernels.silu_mul(x.gate_up)
         if self._shards is not None:
             return self._shards.apply(self.method, x), residual
-        total = self.method.apply_add(x, residual)
-        return (self.method.apply(x), residual) if total is None else (total, None)
+        added = self.method.apply_add(x, residual)
+        return (self.method.apply(x), residual) if added is None else added
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         tensors = self.method.checkpoint_tensors()

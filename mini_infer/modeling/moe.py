@@ -121,8 +121,7 @@ class MoE(nn.Module):
         if self.shared_gate is not None:
             return self._gated(x, self.shared.of(x)), total
         base, residual = self.shared.add(x, total)
-        assert isinstance(base, Tensor), "one rank has all of it"
-        return base, residual
+        return (base.sum() if isinstance(base, Part) else base), residual
 
     def _over_ranks(self, x: Tensor, total: Tensor, routes: Routes) -> tuple[Tensor | Part, Tensor | None]:
         """The stream of value `total` after what is made of x, its norm, is added to it, by ranks which have a part of

@@ -6,9 +6,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from mini_infer.kernels.interface import Norm, Stream
-from mini_infer.kernels.ops import TorchKernels
+from mini_infer.kernels.interface import Norm, Part, Stream
+from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from mini_infer.parallel.context import ONE_RANK
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 64), (1, 1), (1, 3584), (3, 40), (5, 1000), (64, 256)]
@@ -53,6 +54,17 @@ def test_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, device
 @pytest.mark.parametrize("shape", BIG, ids=str)
 def test_equals_the_reference_at_size(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     check(*shape, dtype, device)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_more_is_added(alone: bool, device: torch.device) -> None:
+    x, residual, weight = inputs(5, 1000, torch.float32, device)
+    more, norm = torch.randn_like(x), Norm(weight, 1e-6)
+    terms, added = Part(x, ONE_RANK, x.dtype, more=more), None if alone else residual
+    expected = TorchKernels().add_rms_norm(Stream(x + more, added, norm))
+    for kernels in (TorchKernels(), TritonKernels()):
+        for ours, known in zip(kernels.add_rms_norm(Stream(terms, added, norm)), expected, strict=True):
+            close(ours, known)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +122,17 @@ def test_rounds_once(norm: bool, device: torch.device) -> None:
     ours, _, _ = case.run(rope_and_store)
     torchs, _, _ = case.run(TorchKernels().rope_and_store)
     assert (ours.float() - expected).norm() < 0.9 * (torchs.float() - expected).norm()
+
+
+@pytest.mark.parametrize("kernel", [rope_and_store, TorchKernels().rope_and_store])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_is_more_is_added(norm: bool, kernel: Callable[..., Tensor], device: torch.device) -> None:
+    case = Case(Shape(5, 4, 2, 64, norm), torch.float32, device)
+    more = torch.randn_like(case.qkv)
+    ours = case.run(partial(kernel, more=more))
+    case.qkv += more
+    for part, expected in zip(ours, case.run(kernel), strict=True):
+        assert torch.equal(part[~expected.isnan()], expected[~expected.isnan()])
 
 
 def test_a_cache_of_another_dtype(device: torch.device) -> None:

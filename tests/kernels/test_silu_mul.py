@@ -46,6 +46,13 @@ def test_far_out(device: torch.device) -> None:
     torch.testing.assert_close(silu_mul(gate_up), silu_mul_reference(gate_up), rtol=1e-5, atol=1e-30)
 
 
+def test_what_is_more_is_added(device: torch.device) -> None:
+    gate_up, more = torch.randn(2, 5, 2 * 1025, device=device)
+    expected = silu_mul(gate_up + more)
+    assert torch.equal(silu_mul(gate_up, more), expected)
+    torch.testing.assert_close(TorchKernels().silu_mul(gate_up, more), expected)
+
+
 def test_torch_kernels_equal_the_reference(device: torch.device) -> None:
     gate_up = torch.randn(3, 34, device=device)
     assert torch.equal(TorchKernels().silu_mul(gate_up), silu_mul_reference(gate_up))

@@ -452,7 +452,8 @@ def test_graphs_give_what_a_request_gets_alone(numerics: str, capture: str, fold
         }
     )
     engine = LLMEngine(config)
-    asked = [(prompt, name) for prompt in PROMPTS for name in (None, *NAMES)]
+    long = ["many words " * n for n in (9, 20)]  # so that a prompt's graph is larger than what it computes
+    asked = [(prompt, name) for prompt in [*PROMPTS, *long] for name in (None, *NAMES)]
     alone = [tokens(engine, prompt, GREEDY, name)[0] for prompt, name in asked]
     assert tokens(engine, [prompt for prompt, _ in asked], GREEDY, [name for _, name in asked]) == alone
     engine.close()

@@ -1,8 +1,9 @@
 """A linear method with adapters beside it: y = W x + B A x, W in any format, A and B those that each token has.
 
-    x ----> base ----------------> y --> += B s --> y      of tokens that have one
-       '--> s = A x, beside it ----------'
+    x ---> base: W x ----------------+--> whoever reads the product adds up its terms: norm, rotary embedding or SiLU-mul
+       '-> beside it: s = A x, B s --'
 
+Neither term waits for the other. In batch-invariant numerics, where every sum has its order, B s is added to W x instead.
 While no token of a step has an adapter, it is the base, fusions included. Ranks share A and B as they share W: where
 each has some outputs (column), it has B's rows of these; where each has some inputs (row), A's columns of these, and
 its part of B A x is in the sum over ranks.
@@ -20,7 +21,7 @@ from mini_infer.kernels.interface import Gated, Part, Places, QKNorm, Stream
 from mini_infer.kernels.lora import LoraWeights
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel
 from mini_infer.modeling.model import CheckpointTensor
-from mini_infer.parallel.context import ParallelContext, tree_sum
+from mini_infer.parallel.context import ONE_RANK, ParallelContext, tree_sum
 
 if TYPE_CHECKING:
     from mini_infer.modeling.adapters import Adapters
@@ -33,7 +34,7 @@ class AdaptedLinear(LinearMethod):
     """
 
     def __init__(self, base: LinearMethod, shape: LinearShape, build: Build, adapters: Adapters) -> None:
-        self.base, self._adapters, self._parallel = base, adapters, build.parallel
+        self.base, self._adapters, self._parallel, self._kernels = base, adapters, build.parallel, build.kernels
         self._whole, self._is_row = shape.of_all(build.parallel.size), shape.parallel is Parallel.row
         self.parts = tuple(shape.parts.values())
         self.stack = self.empty(adapters.num_slots, shape.in_size, adapters.rank, build.dtype, build.device)
@@ -66,50 +67,66 @@ class AdaptedLinear(LinearMethod):
     def apply(self, x: Tensor | Gated) -> Tensor:
         if not self._adapters.active:
             return self.base.apply(x)
-        fork = self._adapters.fork()
-        return self._adapted(self.base.apply(x), x, fork)
+        if self._kernels.invariant:
+            return self._adapted(self.base.apply(x), x)
+        y, branch = self._terms(x)
+        return y.add_(branch)
 
     def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part | Tensor:
         if not self._adapters.active:
             return self.base.apply_shared(x, parallel)
         if self._chunk is None:
             return super().apply_shared(x, parallel)
-        fork = self._adapters.fork()
         part = self.base.apply_shared(x, parallel)
         assert isinstance(part, Part)
-        return self._adapted(part.sum(), x, fork)
+        return self._adapted(part.sum(), x)
 
-    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> Tensor | None:
-        if not self._adapters.active:
-            return self.base.apply_add(x, residual)
-        fork = self._adapters.fork()
-        total = self.base.apply_add(x, residual)
-        return None if total is None else self._adapted(total, x, fork)
-
-    def _adapted(self, y: Tensor, x: Tensor | Gated, fork: torch.cuda.Event | None) -> Tensor:
-        """y after B A x is added to it."""
+    def _adapted(self, y: Tensor, x: Tensor | Gated) -> Tensor:
+        """y after B A x is added to it, in one order."""
         assert isinstance(x, Tensor), "takes_gated"
-        shrunk = self._adapters.shrink(x, self.stack, self._chunk, fork)
+        shrunk = self._adapters.shrink(x, self.stack, self._chunk)
         if self._chunk is not None:
             branch = tree_sum(shrunk.transpose(0, 1))
             shrunk = self._parallel.tree_sum(branch.contiguous())[:, None]
         self._adapters.expand(y, shrunk, self.stack)
         return y
 
-    # --- what only the base does, which takes no time for x -----------------------------------------------------------
+    def _terms(self, x: Tensor | Gated) -> tuple[Tensor, Tensor]:
+        """(W x, B A x), which whoever reads the product adds up: so neither waits for the other."""
+        assert isinstance(x, Tensor), "takes_gated"
+        fork = self._adapters.fork()
+        return self.base.apply(x), self._adapters.branch(x, self.stack, fork)
+
+    # --- with its neighbours: while a token has an adapter, those who read the product add up its terms ---------------
 
     @property
     def takes_gated(self) -> bool:
         return not self._adapters.active and self.base.takes_gated
 
     def apply_silu_mul(self, x: Tensor) -> Tensor | None:
-        return None if self._adapters.active else self.base.apply_silu_mul(x)
+        if not self._adapters.active:
+            return self.base.apply_silu_mul(x)
+        return None if self._kernels.invariant else self._kernels.silu_mul(*self._terms(x))
 
     def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor | Gated, Tensor] | None:
         return None if self._adapters.active else self.base.norm_apply(stream, silu_mul)
 
     def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
-        return None if self._adapters.active else self.base.norm_apply_rope(stream, qk_norm, places)
+        if not self._adapters.active:
+            return self.base.norm_apply_rope(stream, qk_norm, places)
+        if self._kernels.invariant:
+            return None
+        normed, total = self._kernels.add_rms_norm(stream)
+        qkv, branch = self._terms(normed)
+        return self._kernels.rope_and_store(qkv, qk_norm, places, branch), total
+
+    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor | Part, Tensor | None] | None:
+        if not self._adapters.active:
+            return self.base.apply_add(x, residual)
+        if self._kernels.invariant:
+            return None
+        y, branch = self._terms(x)
+        return Part(y, ONE_RANK, y.dtype, more=branch), residual
 
     # --- the base's weights -----------------------------------------------------------------------------------------
 

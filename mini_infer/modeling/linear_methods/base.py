@@ -122,8 +122,8 @@ class LinearMethod(ABC):
         """The stream -> (of the product of its norm, q | k | v heads, what `rope_and_store` gives; its value)."""
         return None
 
-    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> Tensor | None:
-        """The product of x plus residual [T, out_size]."""
+    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor | Part, Tensor | None] | None:
+        """The stream (kernels/interface.py) whose value is the product of x plus residual [T, out_size]."""
         return None
 
 

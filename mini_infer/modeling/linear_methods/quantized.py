@@ -186,14 +186,14 @@ class QuantizedLinear(LinearMethod):
         x, total = self._normed(stream)
         return gemv(x, self.weight, self.bias, places=places), total
 
-    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> Tensor | None:
+    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor, None] | None:
         if self._rearranged:
             return None
         if (gemv := self._gemv_for(residual)) is not None:
-            return gemv(self._codes(x), self.weight, self.bias, residual=residual)
+            return gemv(self._codes(x), self.weight, self.bias, residual=residual), None
         if not self._kernels.adds_residual(self.weight, self.activations, len(residual)):
             return None
-        return self._kernels.quantized_linear(self._codes(x), self.weight, self.bias, self.activations, residual)
+        return self._kernels.quantized_linear(self._codes(x), self.weight, self.bias, self.activations, residual), None
 
     @property
     def _rearranged(self) -> bool:

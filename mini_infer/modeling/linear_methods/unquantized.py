@@ -102,9 +102,9 @@ class Unquantized(LinearMethod):
         x, norm, total = self._normed(gemv, stream)
         return gemv.qkv_gemv(x, self.weight, self.bias, places, norm=norm), total
 
-    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:  # type: ignore[override]
+    def apply_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, None] | None:  # type: ignore[override]
         gemv = self._gemv_for(x)
-        return None if gemv is None else gemv.gemv(x, self.weight, self.bias, residual=residual)
+        return None if gemv is None else (gemv.gemv(x, self.weight, self.bias, residual=residual), None)
 
     def _gemv_for(self, x: Tensor | Part) -> ModuleType | None:
         """kernels/gemv.py, where it is the faster for x."""
