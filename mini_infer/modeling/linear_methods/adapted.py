@@ -1,9 +1,9 @@
 """A linear method with adapters beside it: y = W x + B A x, W in any format, A and B those that each token has.
 
-    x ---> base: W x ----------------+--> whoever reads the product adds up its terms: norm, rotary embedding or SiLU-mul
+    x ---> base: W x ----------------+--> whoever reads the product adds them up: norm, rotary embedding or SiLU-mul
        '-> beside it: s = A x, B s --'
 
-Neither term waits for the other. In batch-invariant numerics, where every sum has its order, B s is added to W x instead.
+Neither term waits for the other. In batch-invariant numerics, where sums have an order, B s is added to W x instead.
 While no token of a step has an adapter, it is the base, fusions included. Ranks share A and B as they share W: where
 each has some outputs (column), it has B's rows of these; where each has some inputs (row), A's columns of these, and
 its part of B A x is in the sum over ranks.
