@@ -63,7 +63,7 @@ class Adapters:
         self._on_device = torch.from_numpy(self._of_request).to(device, copy=True)
         self._groups = new_groups(self.num_slots, most_tokens, device)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        own = () if self._beside is None else (torch.cuda.set_device, (device,))  # which a thread chooses for itself
+        own = () if self._beside is None else (torch.cuda.set_device, (self._beside.device,))  # a thread has its own
         self._reader = ThreadPoolExecutor(1, "adapters", *own)
 
     @property
