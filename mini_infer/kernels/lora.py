@@ -19,7 +19,7 @@ from torch import Tensor
 from mini_infer.core.request import NO_ADAPTER
 
 _SPAN, _LONG_SPAN = 16, 64  # tokens
-_MANY = 512  # tokens of a step, above which spans are long
+FEW_TOKENS = 512  # of a step, up to which spans are short
 
 
 class LoraWeights(NamedTuple):
@@ -48,13 +48,13 @@ def new_groups(num_slots: int, most_tokens: int, device: torch.device) -> Groups
 def span(num_tokens: int) -> int:
     """Tokens of one adapter that a program takes at most: few where a step has few, so that programs work side by side,
     and else more, so that its weights are not read again for each few of them."""
-    return _SPAN if num_tokens <= _MANY else _LONG_SPAN
+    return _SPAN if num_tokens <= FEW_TOKENS else _LONG_SPAN
 
 
 def most_spans(groups: Groups, num_tokens: int) -> int:
     """Of a step of up to so many tokens, however they are spread over adapters: what a graph computes is that of a
     shorter step and padding."""
-    full = max(min(num_tokens, _MANY) // _SPAN, num_tokens // _LONG_SPAN)
+    full = max(min(num_tokens, FEW_TOKENS) // _SPAN, num_tokens // _LONG_SPAN)
     return min(num_tokens, groups.num_slots + full, len(groups.spans))
 
 
@@ -80,9 +80,17 @@ def group(groups: Groups, slots: Tensor, owners: Tensor, num_tokens: int) -> Non
     groups.spans[: len(spans)] = torch.tensor(spans, dtype=torch.int32).view(-1, 3)
 
 
-def shrink(x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None) -> Tensor:
-    """x [T, K] -> [T, splits, parts, R] float32, whose sum over splits is A x. `chunk`: inputs of a split, a divisor of
-    K; by default as the kernel likes them."""
+def shrink(
+    x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None, clear: Tensor | None = None
+) -> Tensor:
+    """x [T, K] -> [T, splits, parts, R] float32, whose sum over splits is A x.
+
+    Args:
+        chunk: inputs of a split, a divisor of K; by default as the kernel likes them.
+        clear: contiguous, of fewer than 2^31 numbers: is made 0.
+    """
+    if clear is not None:
+        clear.zero_()
     split = x.shape[1] if chunk is None else chunk
     _, parts, rank, _ = weights.a.shape
     out = x.new_zeros(len(x), x.shape[1] // split, parts, rank, dtype=torch.float32)

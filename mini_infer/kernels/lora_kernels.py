@@ -25,6 +25,7 @@ from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_prev
 _TOKENS = 16  # a tile
 _SPLIT = 512  # inputs that a program of `shrink` adds up
 _OUTS, _SHARE = 128, 256  # outputs that a program of `expand` takes at a time, and in all
+_CLEAR = 1024  # numbers that a program of `shrink` makes 0 at a time
 _AT_ONCE = 128  # spans that `group` writes
 
 
@@ -95,9 +96,11 @@ def _shrink_kernel(
     x_ptr,
     a_ptr,
     out_ptr,
+    clear_ptr,  # None, or what is made 0
     order_ptr,
     spans_ptr,
     slot_stride,
+    num_clear,
     IN: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -106,9 +109,15 @@ def _shrink_kernel(
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    CLEAR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
+    if clear_ptr is not None:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        for first in range(program * CLEAR, num_clear, tl.num_programs(0) * tl.num_programs(1) * CLEAR):
+            at = first + tl.arange(0, CLEAR)
+            tl.store(clear_ptr + at, 0.0, mask=at < num_clear)
     own = spans_ptr + tl.program_id(0) * 3
     begin, end = tl.load(own + 1), tl.load(own + 2)
     split, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -129,14 +138,18 @@ def _shrink_kernel(
         tl.store(to, acc, mask=real[:, None])
 
 
-def shrink(x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None) -> Tensor:
+def shrink(
+    x: Tensor, weights: LoraWeights, groups: Groups, chunk: int | None = None, clear: Tensor | None = None
+) -> Tensor:
     _, parts, rank, size = weights.a.shape
     chunk = min(_SPLIT, size) if chunk is None else chunk
+    num_clear = 0 if clear is None else clear.numel()
     splits = triton.cdiv(size, chunk)
     out = x.new_empty(len(x), splits, parts, rank, dtype=torch.float32)
     _shrink_kernel[most_spans(groups, len(x)), splits * parts](
-        x, weights.a, out, groups.order, groups.spans, weights.a.stride(0), IN=size, CHUNK=chunk, SPLITS=splits,
-        PARTS=parts, RANK=rank, TOKENS=_TOKENS, BLOCK_K=min(128, triton.next_power_of_2(chunk)),
+        x, weights.a, out, clear, groups.order, groups.spans, weights.a.stride(0), num_clear,
+        IN=size, CHUNK=chunk, SPLITS=splits, PARTS=parts, RANK=rank, TOKENS=_TOKENS,
+        BLOCK_K=min(128, triton.next_power_of_2(chunk)), CLEAR=_CLEAR,
         DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=4, **launch_options(x.device, ordinary=True),
     )  # fmt: skip
     return out

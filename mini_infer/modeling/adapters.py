@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from mini_infer.core.errors import ModelError
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import NO_ADAPTER
 from mini_infer.kernels.interface import Kernels
-from mini_infer.kernels.lora import LoraWeights, new_groups
+from mini_infer.kernels.lora import FEW_TOKENS, LoraWeights, new_groups
 from mini_infer.modeling.linear_methods.adapted import AdaptedLinear
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape
 from mini_infer.modeling.peft_folder import PeftFolder
@@ -204,24 +205,34 @@ class Adapters:
             self._kernels.group(self._groups, self._on_device, owners, num_tokens)
 
     def fork(self) -> torch.cuda.Event | None:
-        """From here on a product and the `branch` beside it go side by side, which both take little of a GPU's time but
+        """From here on a product and what `add` adds to it go side by side, which both take little of a GPU's time but
         wait for memory."""
         return None if self._beside is None else torch.cuda.current_stream().record_event()
 
-    def branch(self, x: Tensor, weights: LoraWeights, fork: torch.cuda.Event | None) -> Tensor:
-        """B A x [T, N] since `fork`, 0 of tokens without an adapter."""
+    def add(
+        self, y: Tensor, x: Tensor, weights: LoraWeights, fork: torch.cuda.Event | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y [T, N], B A x, 0 of tokens without an adapter), the latter since `fork`; or (their sum, None)."""
+        branch = (
+            x.new_empty(y.shape) if len(x) <= FEW_TOKENS else None
+        )  # of many it costs more memory traffic than time
+        with self._since(fork):
+            shrunk = self._kernels.shrink(x, weights, self._groups, clear=branch)
+            if branch is not None:
+                self.expand(branch, shrunk, weights)
+        if branch is None:
+            self.expand(y, shrunk, weights)
+        return y, branch
+
+    @contextmanager
+    def _since(self, fork: torch.cuda.Event | None) -> Iterator[None]:
         if self._beside is None or fork is None:
-            return self._branch(x, weights)
+            yield
+            return
         self._beside.wait_event(fork)
         with torch.cuda.stream(self._beside):
-            branch = self._branch(x, weights)
+            yield
         torch.cuda.current_stream().wait_stream(self._beside)
-        return branch
-
-    def _branch(self, x: Tensor, weights: LoraWeights) -> Tensor:
-        branch = x.new_zeros(len(x), weights.b.shape[1])
-        self.expand(branch, self.shrink(x, weights), weights)
-        return branch
 
     def shrink(self, x: Tensor, weights: LoraWeights, chunk: int | None = None) -> Tensor:
         """As kernels/lora.py has it."""

@@ -28,12 +28,12 @@ def weights(device: torch.device) -> LoraWeights:
 
 
 def applied(module: object, x: Tensor, weights: LoraWeights, slots: list[int], chunk: int | None = None) -> Tensor:
-    """What is added to zeros by tokens of these slots."""
+    """What is added by tokens of these slots to what `shrink` has made 0."""
     groups = new_groups(len(slots), x.device)
     of_request = torch.tensor(slots, dtype=torch.int32, device=x.device)
     module.group(groups, of_request, torch.arange(len(slots), device=x.device), len(slots))  # type: ignore[attr-defined]
-    y = x.new_zeros(len(x), sum(PARTS))
-    module.expand(y, module.shrink(x, weights, groups, chunk), weights, groups)  # type: ignore[attr-defined]
+    y = x.new_full((len(x), sum(PARTS)), torch.nan)
+    module.expand(y, module.shrink(x, weights, groups, chunk, y), weights, groups)  # type: ignore[attr-defined]
     return y
 
 

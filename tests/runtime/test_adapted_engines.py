@@ -129,6 +129,13 @@ def test_tokens_are_those_that_peft_itself_gives(engine: LLMEngine, folders: dic
         engine.adapters.unload(name)
 
 
+def test_it_is_the_same_where_tokens_are_many(make: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(cache={"prefix_caching": False})
+    expected = tokens(engine, PROMPTS, GREEDY, NAMES[:2])
+    monkeypatch.setattr("mini_infer.modeling.adapters.FEW_TOKENS", 1)
+    assert tokens(engine, PROMPTS, GREEDY, NAMES[:2]) == expected
+
+
 def test_requests_without_one_get_what_an_engine_without_any_gives(engine: LLMEngine) -> None:
     plain = LLMEngine(EngineConfig.from_dict({"model": {"path": MODEL, "device": "cpu", "max_model_len": 128}}))
     expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]

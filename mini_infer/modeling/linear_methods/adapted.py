@@ -3,7 +3,9 @@
     x ---> base: W x ----------------+--> whoever reads the product adds them up: norm, rotary embedding or SiLU-mul
        '-> beside it: s = A x, B s --'
 
-Neither term waits for the other. In batch-invariant numerics, where sums have an order, B s is added to W x instead.
+Neither term waits for the other. B s is added to W x instead where tokens are many, since it costs less memory traffic,
+and in batch-invariant numerics, where sums have an order.
+
 While no token of a step has an adapter, it is the base, fusions included. Ranks share A and B as they share W: where
 each has some outputs (column), it has B's rows of these; where each has some inputs (row), A's columns of these, and
 its part of B A x is in the sum over ranks.
@@ -70,7 +72,7 @@ class AdaptedLinear(LinearMethod):
         if self._kernels.invariant:
             return self._adapted(self.base.apply(x), x)
         y, branch = self._terms(x)
-        return y.add_(branch)
+        return y if branch is None else y.add_(branch)
 
     def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part | Tensor:
         if not self._adapters.active:
@@ -91,11 +93,11 @@ class AdaptedLinear(LinearMethod):
         self._adapters.expand(y, shrunk, self.stack)
         return y
 
-    def _terms(self, x: Tensor | Gated) -> tuple[Tensor, Tensor]:
-        """(W x, B A x), which whoever reads the product adds up: so neither waits for the other."""
+    def _terms(self, x: Tensor | Gated) -> tuple[Tensor, Tensor | None]:
+        """(W x, B A x), which whoever reads the product adds up: so neither waits for the other. Or (the sum, None)."""
         assert isinstance(x, Tensor), "takes_gated"
         fork = self._adapters.fork()
-        return self.base.apply(x), self._adapters.branch(x, self.stack, fork)
+        return self._adapters.add(self.base.apply(x), x, self.stack, fork)
 
     # --- with its neighbours: while a token has an adapter, those who read the product add up its terms ---------------
 
@@ -126,7 +128,7 @@ class AdaptedLinear(LinearMethod):
         if self._kernels.invariant:
             return None
         y, branch = self._terms(x)
-        return Part(y, ONE_RANK, y.dtype, more=branch), residual
+        return (y if branch is None else Part(y, ONE_RANK, y.dtype, more=branch)), residual
 
     # --- the base's weights -----------------------------------------------------------------------------------------
 
