@@ -100,8 +100,9 @@ def shrink(
     return out
 
 
-def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups) -> None:
-    """Adds to y [T, N], contiguous, what becomes of `shrunk`, which is summed over splits and rounded to y's dtype."""
+def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups, *, joins: bool = False) -> None:
+    """Adds to y [T, N], contiguous, what becomes of `shrunk`, which is summed over splits and rounded to y's dtype.
+    `joins`: the two come from two streams."""
     for slot, tokens in _each(groups):
         s = shrunk[tokens].sum(1).to(y.dtype).float()
         b = weights.b[slot].float().split(weights.parts)

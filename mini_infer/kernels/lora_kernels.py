@@ -204,14 +204,14 @@ def _expand_kernel(
                 tl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups) -> None:
+def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups, *, joins: bool = False) -> None:
     _, outs, rank = weights.b.shape
     spans = most_spans(groups, len(y))
     shares, aligned = _shares(weights.parts, y.device)
     _expand_kernel[len(shares), spans](
         y, shrunk, weights.b, groups.order, groups.spans, shares, weights.b.stride(0), OUT=outs, SPLITS=shrunk.shape[1],
         PARTS=len(weights.parts), RANK=rank, TOKENS=_TOKENS, OUTS=_OUTS, ALIGNED=aligned, DOT=DOT_DTYPES[y.dtype],
-        num_warps=4, num_stages=1, **launch_options(y.device),
+        num_warps=4, num_stages=1, **launch_options(y.device, ordinary=joins),
     )  # fmt: skip
 
 

@@ -221,7 +221,7 @@ class Adapters:
             if branch is not None:
                 self.expand(branch, shrunk, weights)
         if branch is None:
-            self.expand(y, shrunk, weights)
+            self._kernels.expand(y, shrunk, weights, self._groups, joins=True)
         return y, branch
 
     @contextmanager
