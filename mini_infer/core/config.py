@@ -334,12 +334,15 @@ class ParallelConfig:
         return " and ".join(asked) or "parallel.tensor=1"
 
 
+_MOST_RANK = 512
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters of the model's products, another for each request where that is asked (docs/lora.md)."""
 
     max_adapters: int = 0  # that requests of one batch can have between them: so many are on the device; 0: none
-    max_rank: int = 16  # of an adapter
+    max_rank: int = 16  # of an adapter; up to 512
     adapters: dict[str, str] = field(default_factory=dict)  # those there are from the start: name -> PEFT folder
     dummy: int = 0  # so many more of random weights and rank max_rank, named dummy-0, dummy-1, ...: to measure with
 
@@ -351,6 +354,11 @@ class LoraConfig:
         coerce(self)
         at_least(self, 0, "max_adapters", "dummy")
         at_least(self, 1, "max_rank")
+        if self.max_rank > _MOST_RANK:
+            raise ConfigError(
+                f"lora.max_rank={self.max_rank} is more than the {_MOST_RANK} that kernels have room for: set it to "
+                "the largest rank of the adapters, or merge larger ones into the model"
+            )
         for name, path in self.adapters.items():
             if not (isinstance(name, str) and name.split() == [name] and isinstance(path, str) and path):
                 raise ConfigError(f"lora.adapters must be names, without spaces, and folders, got {name!r}: {path!r}")

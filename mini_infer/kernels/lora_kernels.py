@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.lora import Groups, LoraWeights, most_spans, span
-from mini_infer.kernels.paged_prefill import DOT_DTYPES
+from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _TOKENS = 16  # a tile
@@ -144,13 +144,16 @@ def shrink(
     _, parts, rank, size = weights.a.shape
     chunk = min(_SPLIT, size) if chunk is None else chunk
     num_clear = 0 if clear is None else clear.numel()
+    block_k = min(128, triton.next_power_of_2(chunk), 2**14 // rank)
+    stages = 4
+    if (shared := shared_memory(x.device)) is not None:
+        stages = max(1, min(stages, shared // (block_k * (rank + _TOKENS) * x.itemsize)))
     splits = triton.cdiv(size, chunk)
     out = x.new_empty(len(x), splits, parts, rank, dtype=torch.float32)
     _shrink_kernel[most_spans(groups, len(x)), splits * parts](
         x, weights.a, out, clear, groups.order, groups.spans, weights.a.stride(0), num_clear,
-        IN=size, CHUNK=chunk, SPLITS=splits, PARTS=parts, RANK=rank, TOKENS=_TOKENS,
-        BLOCK_K=min(128, triton.next_power_of_2(chunk)), CLEAR=_CLEAR,
-        DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=4, **launch_options(x.device, ordinary=True),
+        IN=size, CHUNK=chunk, SPLITS=splits, PARTS=parts, RANK=rank, TOKENS=_TOKENS, BLOCK_K=block_k, CLEAR=_CLEAR,
+        DOT=DOT_DTYPES[x.dtype], num_warps=2, num_stages=stages, **launch_options(x.device, ordinary=True),
     )  # fmt: skip
     return out
 
@@ -208,9 +211,10 @@ def expand(y: Tensor, shrunk: Tensor, weights: LoraWeights, groups: Groups, *, j
     _, outs, rank = weights.b.shape
     spans = most_spans(groups, len(y))
     shares, aligned = _shares(weights.parts, y.device)
+    at_once = min(_OUTS, 2**15 // rank)
     _expand_kernel[len(shares), spans](
         y, shrunk, weights.b, groups.order, groups.spans, shares, weights.b.stride(0), OUT=outs, SPLITS=shrunk.shape[1],
-        PARTS=len(weights.parts), RANK=rank, TOKENS=_TOKENS, OUTS=_OUTS, ALIGNED=aligned, DOT=DOT_DTYPES[y.dtype],
+        PARTS=len(weights.parts), RANK=rank, TOKENS=_TOKENS, OUTS=at_once, ALIGNED=aligned, DOT=DOT_DTYPES[y.dtype],
         num_warps=4, num_stages=1, **launch_options(y.device, ordinary=joins),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,11 @@ from mini_infer.modeling.peft_folder import PeftFolder
 _PREFIX = "base_model.model."  # of what PEFT calls the model's own modules
 _LEAST_RANK = 16  # that a tensor core multiplies
 _DUMMY_SCALE = 0.1  # of what random adapters add, by what they read
+
+
+class Fork(NamedTuple):
+    branch: Tensor | None  # [T, N], room for B A x; None of many tokens, where it costs more traffic than it saves time
+    event: torch.cuda.Event | None
 
 
 class Adapters:
@@ -108,18 +114,25 @@ class Adapters:
 
         def fetch() -> tuple[str, list[LoraWeights]]:
             folder = PeftFolder.read(path, self._config.max_rank)
-            return folder.key, self._loaded.get(folder.key) or self._read(folder)
+            layers = self._loaded.get(folder.key) or self._read(folder)
+            folder.require_unchanged()
+            return folder.key, layers
 
         self.reading[path] = self._reader.submit(fetch)
 
-    def load(self, path: str) -> str:
+    def load(self, path: str, expected: str | None = None) -> str:
         """Takes in what was read; waits for it, or reads it now. Returns its key. Raises ModelError, and keeps nothing,
-        where it cannot be served."""
+        where it cannot be served, or is not the key that another rank expects."""
         if path not in self.reading:
             self.read(path)
         key, layers = self.reading.pop(path).result()
+        if expected not in (None, key):
+            raise PeftFolder.changed(path)
         self._loaded[key] = layers
         return key
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._loaded
 
     def forget(self, key: str) -> None:
         """Nobody asks for it any more."""
@@ -155,8 +168,9 @@ class Adapters:
                     if place is None or kind is None:
                         raise ModelError(
                             f"adapter {folder.path} holds {name}, which is of no product that adapters can be added "
-                            "to here: of attention and dense feed-forward layers, not of experts, embeddings or the "
-                            "head. Train it with other target_modules, or merge it into the model"
+                            "to here: of attention and dense feed-forward layers, not of experts, embeddings, the head "
+                            "or, where latents are cached, kv_b_proj. Train it with other target_modules, or merge it "
+                            "into the model"
                         )
                     index, part = place
                     layer, tensor = self._layers[index], tensors.get_tensor(name)
@@ -204,32 +218,29 @@ class Adapters:
         if self.active:
             self._kernels.group(self._groups, self._on_device, owners, num_tokens)
 
-    def fork(self) -> torch.cuda.Event | None:
-        """From here on a product and what `add` adds to it go side by side, which both take little of a GPU's time but
-        wait for memory."""
-        return None if self._beside is None else torch.cuda.current_stream().record_event()
+    def fork(self, x: Tensor, weights: LoraWeights) -> Fork:
+        """From here on a product of x [T, K] and what `add` adds to it go side by side, which both wait for memory most
+        of their time."""
+        # Taken before the product, or it might be what that has given back and its kernels still use.
+        branch = x.new_empty(len(x), weights.b.shape[1]) if len(x) <= FEW_TOKENS else None
+        return Fork(branch, None if self._beside is None else torch.cuda.current_stream().record_event())
 
-    def add(
-        self, y: Tensor, x: Tensor, weights: LoraWeights, fork: torch.cuda.Event | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def add(self, y: Tensor, x: Tensor, weights: LoraWeights, fork: Fork) -> tuple[Tensor, Tensor | None]:
         """(y [T, N], B A x, 0 of tokens without an adapter), the latter since `fork`; or (their sum, None)."""
-        branch = (
-            x.new_empty(y.shape) if len(x) <= FEW_TOKENS else None
-        )  # of many it costs more memory traffic than time
-        with self._since(fork):
-            shrunk = self._kernels.shrink(x, weights, self._groups, clear=branch)
-            if branch is not None:
-                self.expand(branch, shrunk, weights)
-        if branch is None:
+        with self._since(fork.event):
+            shrunk = self._kernels.shrink(x, weights, self._groups, clear=fork.branch)
+            if fork.branch is not None:
+                self.expand(fork.branch, shrunk, weights)
+        if fork.branch is None:
             self._kernels.expand(y, shrunk, weights, self._groups, joins=True)
-        return y, branch
+        return y, fork.branch
 
     @contextmanager
-    def _since(self, fork: torch.cuda.Event | None) -> Iterator[None]:
-        if self._beside is None or fork is None:
+    def _since(self, event: torch.cuda.Event | None) -> Iterator[None]:
+        if self._beside is None or event is None:
             yield
             return
-        self._beside.wait_event(fork)
+        self._beside.wait_event(event)
         with torch.cuda.stream(self._beside):
             yield
         torch.cuda.current_stream().wait_stream(self._beside)

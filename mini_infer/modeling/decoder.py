@@ -202,7 +202,8 @@ class Decoder(Model):
     def _parts_of_whole(self) -> Iterator[nn.Module]:
         """In order. Those of other stages are made to be drawn and forgotten, so that own weights are what they are in
         one piece."""
-        spec, whole, build, own = self.spec, self.spec.whole, self._build, range(self.spec.num_layers)
+        spec, whole, own = self.spec, self.spec.whole, range(self.spec.num_layers)
+        build = replace(self._build, adapters=None)
         tied = self.lm_head if whole.tie_word_embeddings else None
         yield self.embed_tokens or tied or VocabularyTable("model.embed_tokens", whole, build)
         if not whole.tie_word_embeddings:

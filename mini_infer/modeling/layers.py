@@ -127,21 +127,20 @@ class Linear(Layer):
         fused = self.method.norm_apply(stream, silu_mul)
         if fused is not None:
             return fused
-        if isinstance(stream.x, Part) and stream.x.halves and isinstance(self.method, Unquantized):
-            return self._of_halves(stream.x, stream, silu_mul)
+        if isinstance(stream.x, Part) and stream.x.halves and self.method.plain is not None:
+            return self._of_halves(stream.x, self.method.plain, stream, silu_mul)
         normed, total = self._kernels.add_rms_norm(stream)
         return self.of(normed, silu_mul), total
 
-    def _of_halves(self, x: Part, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor]:
+    def _of_halves(self, x: Part, method: Unquantized, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor]:
         """As of_stream: a half is computed while the next is summed up."""
-        assert isinstance(self.method, Unquantized)
         assert stream.residual is not None
         total = torch.empty_like(stream.residual)
-        y = total.new_empty((len(total), len(self.method.weight)))
+        y = total.new_empty((len(total), len(method.weight)))
         for rows, wait in x.halves:
             wait()
             half = Stream(x.own[rows], stream.residual[rows], stream.norm)
-            self.method.apply(self._kernels.add_rms_norm(half, total[rows])[0], y[rows])
+            method.apply(self._kernels.add_rms_norm(half, total[rows])[0], y[rows])
         return (self._kernels.silu_mul(y) if silu_mul else y), total
 
     def of(self, x: Tensor, silu_mul: bool = False) -> Tensor:

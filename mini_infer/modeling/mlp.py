@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from mini_infer.kernels.interface import Part, Stream, TokenPlaces
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.base import Build, Parallel
-from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.spec import MLPSpec, ModelSpec
 
 
@@ -28,11 +27,10 @@ class MLP(nn.Module):
     @property
     def weights(self) -> tuple[Tensor, Tensor] | None:
         """Gate over up [2I, H] and down [H, I], where they are all that this is made of, as they are computed with."""
-        methods = self.gate_up_proj.method, self.down_proj.method
-        if not all(isinstance(method, Unquantized) and method.bias is None for method in methods):
+        gate_up, down = self.gate_up_proj.method.plain, self.down_proj.method.plain
+        if gate_up is None or down is None or gate_up.bias is not None or down.bias is not None:
             return None
-        gate_up, down = (method.weights()["weight"].data for method in methods)
-        return gate_up, down
+        return gate_up.weight.data, down.weight.data
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | Part, Tensor | None]:
         """The stream of value `residual` after what this makes of x, read from the stream already, is added to it."""

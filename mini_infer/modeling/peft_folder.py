@@ -43,6 +43,7 @@ class PeftFolder:
     key: str
     rank: int
     scaling: float
+    stamp: tuple[int, ...]  # of the weights' file when it was read
 
     @property
     def weights(self) -> Path:
@@ -76,11 +77,27 @@ class PeftFolder:
             hint = "; convert adapter_model.bin to safetensors" if list(folder.glob("*.bin")) else ""
             raise ModelError(f"adapter {path} has no {_WEIGHTS}{hint}")
         require_whole(weights)
+        stamp = _stamp(weights)
         key = hashlib.sha256((folder / _CONFIG).read_bytes())
         with weights.open("rb") as opened:
             while block := opened.read(2**24):
                 key.update(block)
-        return cls(folder, key.hexdigest()[:32], rank, alpha / (rank**0.5 if config.get("use_rslora") else rank))
+        scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        return cls(folder, key.hexdigest()[:32], rank, scaling, stamp)
+
+    def require_unchanged(self) -> None:
+        """Raises ModelError where what has been read since may be another's than the key."""
+        if _stamp(self.weights) != self.stamp:
+            raise self.changed(self.path)
+
+    @staticmethod
+    def changed(path: str | Path) -> ModelError:
+        return ModelError(f"adapter {path} has changed while it was read: load it again once it is written")
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _require_plain(path: str, config: dict[str, Any]) -> None:

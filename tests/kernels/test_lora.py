@@ -32,7 +32,7 @@ def applied(module: object, x: Tensor, weights: LoraWeights, slots: list[int], c
     groups = new_groups(len(slots), x.device)
     of_request = torch.tensor(slots, dtype=torch.int32, device=x.device)
     module.group(groups, of_request, torch.arange(len(slots), device=x.device), len(slots))  # type: ignore[attr-defined]
-    y = x.new_full((len(x), sum(PARTS)), torch.nan)
+    y = x.new_full((len(x), sum(weights.parts)), torch.nan)
     module.expand(y, module.shrink(x, weights, groups, chunk, y), weights, groups)  # type: ignore[attr-defined]
     return y
 
@@ -70,6 +70,16 @@ def test_what_is_added_is_the_definitions(
     for other in (expected, by_hand):
         assert (y - other).norm() < (1e-2 if dtype is torch.bfloat16 else 1e-6) * other.norm()
     assert not y[[1, 5]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_rank(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(1, 1, 512, 600, device=device) / 25, torch.randn(1, 300, 512, device=device) / 25
+    own = LoraWeights(a.to(dtype), b.to(dtype), (300,))
+    x = torch.randn(18, 600, dtype=dtype, device=device)
+    y, expected = (applied(module, x, own, [0] * 18).float() for module in (lora_kernels, lora))
+    assert (y - expected).norm() < (1e-2 if dtype is torch.bfloat16 else 1e-6) * expected.norm()
 
 
 def test_a_tokens_numbers_are_the_same_in_any_company(weights: LoraWeights, device: torch.device) -> None:

@@ -57,6 +57,17 @@ def test_ranks_give_the_tokens_of_one(
     assert len({tuple(tokens) for tokens in found[0][0]}) == 3
 
 
+def test_stages_of_random_weights_have_adapters_of_their_own_layers_alone(make_engine: MakeEngine) -> None:
+    """Layers of other stages are made to be drawn, and forgotten."""
+    model = {"path": "made up", "load_format": "dummy", "hf_config": SMALL_LLAMA, "device": "cpu"}
+    found = []
+    for pipeline in (1, 2):
+        engine = make_engine(1, model=model, lora={"max_adapters": 1, "dummy": 1}, parallel={"pipeline": pipeline})
+        outputs = engine.generate([[3, 1, 4, 1, 5]] * 2, GREEDY, adapters=["dummy-0", None])
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_so_it_is_to_the_bit(make_engine: MakeEngine, tmp_path: Path) -> None:
     model = {"path": "made up", "load_format": "dummy", "hf_config": SMALL_LLAMA, "device": "cpu"}

@@ -389,6 +389,26 @@ def test_what_cannot_be_served_says_so_and_costs_nobody(
     assert "bad" not in list(engine.adapters)
 
 
+def test_a_folder_that_changes_while_it_is_read_is_refused(
+    engine: LLMEngine, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is a hash of what was there before."""
+    path = shutil.copytree(folders["one"], tmp_path / "written")
+    read = PeftFolder.read
+
+    def read_and_written(*asked: Any) -> PeftFolder:
+        folder = read(*asked)
+        shutil.copy(Path(folders["three"]) / folder.weights.name, folder.weights)
+        return folder
+
+    monkeypatch.setattr(PeftFolder, "read", read_and_written)
+    with pytest.raises(ModelError, match="has changed while it was read: load it again"):
+        engine.adapters.load("written", str(path))
+    monkeypatch.undo()
+    engine.adapters.load("written", str(path))
+    engine.adapters.unload("written")
+
+
 def test_a_file_that_is_cut_short_says_so(engine: LLMEngine, folders: dict[str, str], tmp_path: Path) -> None:
     bad = Path(change(folders["one"], tmp_path / "bad", None)) / "adapter_model.safetensors"
     bad.write_bytes(bad.read_bytes()[:-5])
@@ -444,6 +464,28 @@ def test_an_engine_without_any_says_how_to_have_some(folders: dict[str, str]) ->
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_product_may_give_memory_back_that_its_kernels_still_use(folders: dict[str, str]) -> None:
+    """As those with quantized activations do: it is not what is computed beside them, of the same size, that gets it."""
+    model = {"path": MODEL, "dtype": "float32", "max_model_len": 128}
+    lora = {"max_adapters": 2, "adapters": folders}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "lora": lora, "graphs": {"capture": "never"}}))
+    expected = tokens(engine, PROMPTS, GREEDY, NAMES[:2])
+    adapters = engine.executor._worker.adapters  # type: ignore[attr-defined]
+    for layer in adapters._layers:
+
+        def apply(x: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor] = layer.base.apply) -> torch.Tensor:
+            y = own(x)
+            given_back = torch.empty_like(y)
+            torch.cuda._sleep(200_000)
+            given_back.fill_(torch.nan)
+            return y
+
+        layer.base.apply = apply
+    assert tokens(engine, PROMPTS, GREEDY, NAMES[:2]) == expected
+    engine.close()
 
 
 @pytest.mark.gpu

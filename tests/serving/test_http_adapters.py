@@ -204,6 +204,17 @@ def test_what_one_replica_refuses_none_has() -> None:
     assert not any(each.stats.adapters for each in replicas)
 
 
+def test_a_request_waits_for_a_full_replica_and_goes_to_none_that_lacks_its_adapter() -> None:
+    """The one that has it has refused it, being full; the other has been started again."""
+    engine = AsyncEngine.__new__(AsyncEngine)
+    replicas = [Told(""), Told("", new="/new")]
+    for number, replica in enumerate(replicas):
+        replica.number, replica.takes_requests = number, True  # type: ignore[attr-defined]
+    engine.replicas, engine._num_prefill = replicas, 0  # type: ignore[assignment]
+    asked = SimpleNamespace(add=SimpleNamespace(adapter="new"), refused_by={1})
+    assert not engine._place(asked)  # type: ignore[arg-type]
+
+
 def test_of_several_who_change_an_adapter_at_once_each_replica_hears_the_same_one_last() -> None:
     gateway = Gateway(ServerSettings(lora_loading=True, models=(model("m"),)))
     replicas, engine = (

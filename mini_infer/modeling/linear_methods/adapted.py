@@ -27,6 +27,7 @@ from mini_infer.parallel.context import ONE_RANK, ParallelContext, tree_sum
 
 if TYPE_CHECKING:
     from mini_infer.modeling.adapters import Adapters
+    from mini_infer.modeling.linear_methods.unquantized import Unquantized
 
 
 class AdaptedLinear(LinearMethod):
@@ -96,10 +97,14 @@ class AdaptedLinear(LinearMethod):
     def _terms(self, x: Tensor | Gated) -> tuple[Tensor, Tensor | None]:
         """(W x, B A x), which whoever reads the product adds up: so neither waits for the other. Or (the sum, None)."""
         assert isinstance(x, Tensor), "takes_gated"
-        fork = self._adapters.fork()
+        fork = self._adapters.fork(x, self.stack)
         return self._adapters.add(self.base.apply(x), x, self.stack, fork)
 
     # --- with its neighbours: while a token has an adapter, those who read the product add up its terms ---------------
+
+    @property
+    def plain(self) -> Unquantized | None:
+        return None if self._adapters.active else self.base.plain
 
     @property
     def takes_gated(self) -> bool:

@@ -18,6 +18,7 @@ from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 
 if TYPE_CHECKING:
     from mini_infer.modeling.adapters import Adapters
+    from mini_infer.modeling.linear_methods.unquantized import Unquantized
 
 
 class Parallel(Enum):
@@ -89,6 +90,11 @@ class LinearMethod(ABC):
     def loaded(self) -> None:  # noqa: B027 most have nothing left to do
         """Called once, when every tensor of a checkpoint has been taken. Raises ModelError where what came is not
         whole."""
+
+    @property
+    def plain(self) -> Unquantized | None:
+        """What computes the same of the step at hand, if that has nothing but weights of x's dtype."""
+        return None
 
     @property
     def takes_gated(self) -> bool:

@@ -64,6 +64,10 @@ class Unquantized(LinearMethod):
             for name, part in zip(names, weight.split(sizes), strict=True)
         }
 
+    @property
+    def plain(self) -> Unquantized:
+        return self
+
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """In `out`, contiguous and of x's dtype, where it is given."""
         if (gemv := self._gemv_for(x)) is not None:

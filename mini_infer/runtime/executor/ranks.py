@@ -73,10 +73,13 @@ class RanksExecutor(LocalExecutor):
     def load_adapter(self, path: str) -> str:
         assert self._worker.adapters is not None, "it was read"
         key, _ = self._worker.adapters.reading[path].result()  # what is wrong with layers that are here comes first
-        if not self.runner.load_adapter(path):
-            self.runner.forget_adapter(key)
+        known = key in self._worker.adapters
+        if not self.runner.load_adapter(path, key):
+            if not known:
+                self.runner.forget_adapter(key)
             raise ModelError(
-                f"adapter {path} does not fit layers that ranks of other stages have: their log, above, says which"
+                f"adapter {path} does not fit layers that ranks of other stages have, or another rank cannot read what "
+                "this one can: their log, above, says which"
             )
         return key
 
@@ -292,8 +295,8 @@ class RankedRunner:
     def read_adapter(self, path: str) -> None:
         self.everywhere("read_adapter", path)
 
-    def load_adapter(self, path: str) -> bool:
-        return all(self.everywhere("load_adapter", path))
+    def load_adapter(self, path: str, key: str) -> bool:
+        return all(self.everywhere("load_adapter", path, key))
 
     def forget_adapter(self, key: str) -> None:
         self.everywhere("forget_adapter", key)

@@ -283,13 +283,13 @@ class Runner:
         assert self._model.adapters is not None, "the engine has asked"
         self._model.adapters.read(path)
 
-    def load_adapter(self, path: str) -> bool:
+    def load_adapter(self, path: str, key: str) -> bool:
         """As Adapters.load. Whether it can be served: if not, the log says why."""
         assert self._model.adapters is not None, "the engine has asked"
         try:
-            self._model.adapters.load(path)
-        except ModelError as error:
-            logger.warning("%s", error)
+            self._model.adapters.load(path, key)
+        except Exception as error:  # whatever a thread met that only reads: the step loop goes on
+            logger.warning("%s", error, exc_info=not isinstance(error, ModelError))
             return False
         return True
 

@@ -89,9 +89,9 @@ class Worker:
         scheduler, graphs = config.scheduler, config.graphs
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
         self._draft_grid = draft_grid(self._most_rows, config.speculation.most)
-        self._prefill_sizes = token_ladder(graphs.max_prefill_tokens, scheduler.max_num_batched_tokens)
-        if graphs.capture is When.never or self.target.experts.host_counts:
-            self._prefill_sizes = []
+        self._no_pieces = self._why_no_pieces()
+        most_tokens = 0 if self._no_pieces else graphs.max_prefill_tokens
+        self._prefill_sizes = token_ladder(most_tokens, scheduler.max_num_batched_tokens)
         overlap = scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
         self.overlap = overlap is When.always or (overlap is When.auto and self.device.type == "cuda")
@@ -232,21 +232,23 @@ class Worker:
 
     def capture(self) -> None:
         """On a GPU; elsewhere it only notes why there are no graphs."""
-        no_pieces = "graphs.max_prefill_tokens=0"
-        if self.device.type != "cuda":
-            no_pieces = NEEDS_GPU
-        elif self._config.graphs.capture is When.never:
-            no_pieces = "graphs.capture=never"
-        elif self.target.experts.host_counts:
-            no_pieces = HOST_COUNTS
         self._captured = {
             "graphs": CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,)),
-            "prefill_graphs": CaptureReport(limits=(no_pieces,)),
+            "prefill_graphs": CaptureReport(limits=(self._no_pieces or "graphs.max_prefill_tokens=0",)),
         }
         if self.device.type == "cuda":
             self._capture(GraphMemory(self.device, self._parallel), self._prefill_sizes)
         with self._phase("reserve memory"):
             self.reserve_memory()
+
+    def _why_no_pieces(self) -> str | None:
+        if self.device.type != "cuda":
+            return NEEDS_GPU
+        if self._config.graphs.capture is When.never:
+            return "graphs.capture=never"
+        if self._config.lora.max_adapters and self._kernels.name != "triton":
+            return "adapters without Triton wait for the device"
+        return HOST_COUNTS if self.target.experts.host_counts else None
 
     def _capture(self, memory: GraphMemory, sizes: list[int]) -> None:
         if self.target.no_graphs is None:

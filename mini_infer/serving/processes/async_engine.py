@@ -258,10 +258,11 @@ class AsyncEngine:
         prompts = [number for number in serving if number < self._num_prefill]
         # Every engine can do all of a request: where nobody is left to decode, those for prompts do.
         decode = [number for number in serving if number >= self._num_prefill]
-        among = [number for number in decode or prompts if number not in request.refused_by]
+        able = decode or prompts
         # One that was started again may lack an adapter that others were told to load. Where all do, one says so.
         if (adapter := request.add.adapter) is not None:
-            among = [number for number in among if adapter in self.replicas[number].stats.adapters] or among
+            able = [number for number in able if adapter in self.replicas[number].stats.adapters] or able
+        among = [number for number in able if number not in request.refused_by]
         if not among:
             return False
         request.add.prefill_at = self._choose_prefill(request, prompts) if decode else None
