@@ -232,7 +232,10 @@ class KVManager:
     def distrust(self, transfers: Iterable[Transfer]) -> list[Request]:
         """These may never be made. Nobody is to find what they would have copied for the prefix cache; the requests
         whose blocks they move are returned."""
-        known = [parked for one in transfers if (parked := self.transfers.get(one.transfer_id)) is not None]
+        ids = [one.transfer_id for one in transfers]
+        if self.tiers.writing in ids:
+            self.tiers.writing = None  # or nothing would be written any more
+        known = [parked for number in ids if (parked := self.transfers.get(number)) is not None]
         for parked in known:
             parked.brings = {}
         return [parked.request for parked in known if parked.request is not None]

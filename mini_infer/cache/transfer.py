@@ -119,7 +119,8 @@ class KVTransfer:
             self._queue(transfer)
             return
         threads, count = (self._writers, _WRITERS) if transfer.to_host else (self._readers, _READERS)
-        shares = [transfer.files[first::count] for first in range(min(count, len(transfer.files)))]
+        files = transfer.files[::-1]  # what a chain begins with is used last: without it the others are found by nobody
+        shares = [files[first::count] for first in range(min(count, len(files)))]
         jobs = [threads.submit(self._through_files, share, transfer.to_host) for share in shares]
         self._at_files.append((transfer, jobs))
 

@@ -79,9 +79,19 @@ class EngineCore:
         self.drop_in_flight()
 
     def drop_in_flight(self) -> None:
-        """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
+        """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them, unless
+        another engine may be the next to write to their blocks: no stream puts that behind these steps."""
         while self._in_flight:
-            self.scheduler.drop(self._in_flight.popleft().plan)
+            step = self._in_flight.popleft()
+            if self.receiver.choice is None:
+                self.scheduler.drop(step.plan)
+                continue
+            try:
+                result = self.executor.collect(step.handle)
+            except BaseException:
+                self.scheduler.fail(step.plan)
+                raise
+            self.scheduler.update(step.plan, result, self.clock())
 
     def step(self) -> None:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping

@@ -30,9 +30,8 @@ def make_receiver(config: EngineConfig, executor: Executor) -> Receiver:
     on_gpu = store.device.type == "cuda"
     stream = torch.cuda.Stream(store.device) if on_gpu else None
     always = config.parallel.hand_over is HandOver.always
-    writes_late = memories is not None and (on_gpu or holding.agent is not None)
     take = partial(take_blocks, store, stream=stream)
-    return Receiver(Hello(_about(config, holding), memories, machine()), take, always, writes_late)
+    return Receiver(Hello(_about(config, holding), memories, machine()), take, always, writes_late=memories is not None)
 
 
 def make_sender(engine: LLMEngine) -> Sender | None:

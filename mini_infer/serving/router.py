@@ -112,6 +112,7 @@ class Router:
         self._replicas = [_Replica(number, self._holders) for number in range(num_replicas)]
         self.loads = [0] * num_replicas  # completions under way, ours and, when it last told, those of other processes
         self._num_routes = 0
+        self._turns = [0] * num_replicas  # of those among which a replica is the first, since roles take turns apart
 
     def chain(self, token_ids: Sequence[int], salt: str = "") -> Chain:
         """A prompt's chunks, but for the last token, which is always computed; none where the policy looks at none."""
@@ -180,7 +181,8 @@ class Router:
 
     def _in_turn(self, among: Sequence[int]) -> int:
         """The next one, or the next one that has least to do."""
-        turn = self._num_routes % len(among)
+        self._turns[among[0]] += 1
+        turn = self._turns[among[0]] % len(among)
         if self._round_robin:
             return among[turn]
         return min((*among[turn:], *among[:turn]), key=self.loads.__getitem__)

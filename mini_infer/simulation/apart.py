@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Export, Handover, Request
 from mini_infer.transfer.protocol import Arrival, Ask, Choice, NoReceiver
 
@@ -84,7 +85,12 @@ class Errands:
         if isinstance(what, Ask):
             replica = self._replicas[int(what.at)]
             export = Export(what.transfer_id, what.first, what.blocks, replica.block_size)
-            self._computing[replica.add("", what.token_ids, 1, now, what.priority, export=export)] = event.number, what
+            try:
+                request = replica.add("", what.token_ids, 1, now, what.priority, export=export)
+            except RequestError:  # too long for this one: as where a Sender says so, it is computed where it decodes
+                self._replicas[event.number].hear(what.transfer_id, None, 0.0, now)
+                return [event.number]
+            self._computing[request] = event.number, what
             return [int(what.at)]
         for request, (asker, ask) in self._computing.items():
             if (asker, ask.transfer_id) == (event.number, what) and not request.finished:

@@ -148,7 +148,8 @@ class NoReceiver:
 class Choice:
     """Whether a prompt is computed elsewhere. Here it holds up everybody who decodes; elsewhere it costs its own
     request the way there and back. Both times are learned from the transfers so far, as a constant and a time a
-    token; the first ones are made to learn from."""
+    token; the first ones are made to learn from. With each prompt that is kept the way is thought a little shorter,
+    since whoever sends nothing does not learn that a queue elsewhere is gone."""
 
     LEARNED = 4  # transfers
     MEMORY = 0.98  # share of the older ones' weight that each new one leaves
@@ -168,7 +169,9 @@ class Choice:
         if self._always or self._num_learned < self.LEARNED:
             return True
         pays = self._apart.at(tokens) < (1 + decoding) * self._computing.at(tokens)
-        self.num_kept += not pays
+        if not pays:
+            self.num_kept += 1
+            self._apart.fade()
         return pays
 
     def learn(self, tokens: int, handover: Handover) -> None:
@@ -188,6 +191,10 @@ class _Line:
         old = self._memory
         self._n, self._x, self._y = old * self._n + 1, old * self._x + x, old * self._y + y
         self._xx, self._xy = old * self._xx + x * x, old * self._xy + x * y
+
+    def fade(self) -> None:
+        """Every y a little less."""
+        self._y, self._xy = self._memory * self._y, self._memory * self._xy
 
     def at(self, x: float) -> float:
         spread = self._n * self._xx - self._x**2

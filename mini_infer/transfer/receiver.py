@@ -51,7 +51,8 @@ class Receiver(NoReceiver):
         hello: what is said first on every link.
         take_blocks: puts the bytes behind a Blocks message where they belong.
         always: computes nothing here that others can.
-        writes_late: whoever asks for memory to be written to by a GPU does not know when that ends if its process dies.
+        writes_late: others write to this engine's memory themselves: when that ends nobody knows whose link to them has
+            ended, since they may be several processes, or ask a GPU.
 
     Attributes:
         num_received, num_failed, num_bytes: transfers that came, those that did not though nobody had cancelled them,

@@ -179,6 +179,23 @@ def test_blocks_go_to_files_and_come_back(name: str, device: torch.device, tmp_p
             assert torch.equal(now[:, :, target], then[:, :, source])
 
 
+def test_of_a_chain_in_files_what_it_begins_with_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the oldest files, which go first, would be those without which the others are found by nobody."""
+    layout, order = LAYOUTS["latent"], list[int]()
+
+    class Told(BlockFiles):
+        def write(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+            order.append(block_hash[0])
+            return True
+
+    monkeypatch.setattr(transfers, "_WRITERS", 1)
+    files = Told(str(tmp_path), "latent", layout.bytes_per_block(3), 10**8)
+    transfer = KVTransfer([filled(layout, 4, CPU)], num_host_blocks=6, files=files)
+    transfer.start(Transfer(1, True, [], True, [(block, bytes([block]) * 32) for block in range(6)]))
+    assert transfer.poll(wait=True) == (1,)
+    assert order == [5, 4, 3, 2, 1, 0]
+
+
 def test_who_waits_for_copies_does_not_wait_for_files_being_written(tmp_path: Path) -> None:
     layout, may_write = LAYOUTS["latent"], threading.Event()
 

@@ -468,7 +468,7 @@ def test_an_engine_without_any_says_how_to_have_some(folders: dict[str, str]) ->
 
 @pytest.mark.gpu
 def test_a_product_may_give_memory_back_that_its_kernels_still_use(folders: dict[str, str]) -> None:
-    """As those with quantized activations do: it is not what is computed beside them, of the same size, that gets it."""
+    """As those with quantized activations do: what is computed beside them, of the same size, does not get it."""
     model = {"path": MODEL, "dtype": "float32", "max_model_len": 128}
     lora = {"max_adapters": 2, "adapters": folders}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "lora": lora, "graphs": {"capture": "never"}}))

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -145,6 +146,15 @@ class TestWays:
         window = WindowStream(tokenizer, tokenizer.special_ids)
         texts = [window.push(chunk) for chunk in chunks_of(data, token_ids)] + [window.finish()]
         assert "".join(texts) == tokenizer.decode(token_ids)
+
+    def test_who_means_the_sign_for_no_character_gets_it_soon(self):
+        """And costs no more with each token."""
+        tokenizer = SimpleNamespace(byte_fallback_ids=frozenset(), vocab_size=9)
+        tokenizer.decode = lambda token_ids, *_: "\ufffd" * len(token_ids)
+        window = WindowStream(tokenizer, frozenset())
+        texts = [window.push([1]) for _ in range(100)]
+        assert max(map(len, texts)) < 20
+        assert len("".join(texts) + window.finish()) == 100
 
     def test_no_tokenizer_gives_no_text(self):
         detokenizer = Detokenizer(NoTokenizer("none"), SamplingParams(stop="x"), [1, 2])

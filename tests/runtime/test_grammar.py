@@ -300,6 +300,10 @@ class TestCompiling:
         engine.generate("a", regex("maybe"))
         engine.generate(["a", "a"], [yes, no])
         assert [grammar.text for grammar in made] == ["yes", "no", "maybe", "no"], "the one not used for longest goes"
+        assert engine.grammars.knows(no.grammar)
+        assert engine.grammars.knows(yes.grammar), "and is used next"
+        engine.grammars.compile(regex("perhaps").grammar)
+        assert engine.grammars.knows(yes.grammar)
 
     def test_in_other_threads_while_the_engine_works(self) -> None:
         engine = dry()

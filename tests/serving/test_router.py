@@ -51,6 +51,13 @@ def test_round_robin_takes_turns_among_those_that_are_there() -> None:
     assert Counter(send(router, prompt(0), [0, 2]).replica for _ in range(6)) == {0: 3, 2: 3}
 
 
+def test_each_role_takes_its_own_turns() -> None:
+    """A request is routed twice: to who computes its prompt, and to who decodes it."""
+    router = make(5, RouterPolicy.round_robin)
+    routes = [send(router, prompt(0), among).replica for _ in range(6) for among in ([0, 1], [2, 3, 4])]
+    assert Counter(routes) == {0: 3, 1: 3, 2: 2, 3: 2, 4: 2}
+
+
 def test_least_loaded_counts_completions_of_its_own_and_of_others() -> None:
     router = make(2, RouterPolicy.least_loaded)
     first = router.route((), 5, [0, 1])

@@ -181,6 +181,20 @@ def test_a_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
     assert (moved.computed, moved.arrived) == pytest.approx((computed, computed), rel=1e-12)
 
 
+def test_a_prompt_that_is_too_long_for_who_computes_prompts_stays_with_who_decodes() -> None:
+    both = ParallelConfig(prefill=1, decode=1, hand_over=HandOver.always)
+    lengths = replace(LIMITS, max_model_len=8), LIMITS
+    one, other = (
+        replica(False, False, replace(CONFIG, parallel=parallel), limits, COSTS)
+        for parallel, limits in zip(both.of_engines, lengths, strict=True)
+    )
+    two = Cluster([one, other], Router(both.routing, 2, CONFIG.cache))
+    request = two.send("a", range(10), 2)
+    assert two.advance() is request
+    assert request.handover is None
+    assert not two._errands._computing
+
+
 def test_blocks_on_their_way_hold_up_who_waits_for_them() -> None:
     """Three blocks of a prompt, pushed from the beginning of its one step on, of some 5 ms."""
     for push_s, hidden in ((1e-3, True), (4e-3, False)):

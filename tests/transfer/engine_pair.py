@@ -8,7 +8,8 @@ from collections import deque
 from typing import Any
 
 from mini_infer import EngineConfig, LLMEngine
-from mini_infer.core.config import replace
+from mini_infer.core.config import When, replace
+from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import RequestOutput
 from mini_infer.runtime.handover import make_sender
 from mini_infer.transfer.protocol import Message
@@ -59,6 +60,23 @@ class _Receiver(Receiver):
         return self.attach(path, self.pair.wires[-1].near)
 
 
+class LateRunner:
+    """Computes a step when it is collected, as late as a device may be: after what was planned and said meanwhile."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def collect(self, plan: StepPlan) -> StepResult:
+        result: StepResult = self._runner.collect(self._runner.launch(plan))
+        return result
+
+
 class Pair:
     """
     Args:
@@ -76,6 +94,8 @@ class Pair:
         self.sender: Sender | None = None
         self.start_prefill()
         self.decode = LLMEngine(replace(config, parallel={"decode": 1, **self._ranks[1]}))
+        if config.scheduler.overlap is When.always and not ranks:
+            self.decode.executor.runner = LateRunner(self.decode.executor.runner)  # type: ignore[attr-defined]
         made = self.decode.receiver
         assert isinstance(made, Receiver)
         made.__class__ = _Receiver

@@ -11,12 +11,13 @@ class Elsewhere:
     def __init__(self, kv: KVManager, receiver: NoReceiver) -> None:
         self._kv, self._receiver = kv, receiver
         self._asked: dict[Request, Ask] = {}  # of those that are receiving
-        self._asks: list[Ask] = []  # not sent yet
+        self._asks: list[tuple[int, Ask]] = []  # not sent yet, each with the step that was planned meanwhile
         self._cancelled: list[int] = []  # transfers, of which nobody has been told yet
 
-    def ask(self, request: Request, decoding: int) -> bool:
-        """Whether another engine is to compute what an admitted request lacks. That does not include its last token,
-        whose logits are needed here. `decoding` requests would wait while it is computed here."""
+    def ask(self, request: Request, decoding: int, step: int) -> bool:
+        """Whether another engine is to compute what a request of the batch lacks. That does not include its last token,
+        whose logits are needed here. `decoding` requests would wait while it is computed here. Its blocks may be those
+        that steps before `step` still write to, of requests that have ended: so it is sent when these are booked."""
         choice = self._receiver.choice
         if request.prefill_at is None or choice is None or request.prompt_logprobs is not None:
             return False
@@ -30,19 +31,27 @@ class Elsewhere:
         tokens, number = request.token_ids[:wanted], self._kv.start_receiving(request)
         ask = Ask(number, request.prefill_at, tokens, request.cache_salt, request.priority, first, blocks)
         self._asked[request] = ask
-        self._asks.append(ask)
+        self._asks.append((step, ask))
         return True
 
     def cancel(self, request: Request) -> None:
         """It needs nothing any more that another engine may be computing."""
-        if (ask := self._asked.pop(request, None)) is not None:
+        if (ask := self._asked.pop(request, None)) is None:
+            return
+        unsent = [other for other in self._asks if other[1] is not ask]
+        if len(unsent) == len(self._asks):
             self._cancelled.append(ask.transfer_id)
+        else:
+            self._asks = unsent
+            self._kv.end_transfer(ask.transfer_id)
 
-    def tell(self) -> None:
-        """Sends what has been asked for and what nobody needs any more."""
+    def tell(self, oldest: int | None) -> None:
+        """Sends what has been asked for and what nobody needs any more. `oldest`: of the steps that are under way."""
         if self._asks or self._cancelled:
-            self._receiver.start(self._asks, self._cancelled)
-            self._asks, self._cancelled = [], []
+            due = [ask for step, ask in self._asks if oldest is None or step <= oldest]
+            self._asks = self._asks[len(due) :]
+            self._receiver.start(due, self._cancelled)
+            self._cancelled = []
 
     def arrivals(self) -> list[Request]:
         """Requests whose transfers have ended since the last call. What has not come is computed here."""

@@ -148,16 +148,19 @@ class Scheduler:
         if drafts and (self.config.chunked_prefill or not prompts):  # a whole prompt may take all that is left
             add_drafts(step, drafts, self.kv, self._watermark_blocks)
         if following:
-            step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
+            # Of one token in flight, before this step's, the host knows where it will stand.
+            ahead = [request.num_in_flight - count for request, count in zip(step.rows, step.counts, strict=True)]
+            step.following = [row for row, tokens in enumerate(ahead) if tokens > 1]
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
             self._schedule_prompts(step, self.admission.newcomer() if newcomer and step.num_drafts else newcomer)
         if step.rows and (written := self.kv.tiers.write()) is not None:
             step.transfers.append(written)
         idle = not (step.rows or step.transfers or self.planned)
-        step.awaits_transfers = idle and bool(self._requests and self.kv.transfers.local)
+        here = len(self._requests) > len(self.batch.receiving)  # others wait for another engine, whoever else writes
+        step.awaits_transfers = idle and here and bool(self.kv.transfers.local)
         step.last_transfer = self.kv.transfers.num_started
-        self._elsewhere.tell()
+        self._tell()
         plan = step.plan()
         if not plan.empty:
             self.planned[step.step] = step
@@ -167,7 +170,10 @@ class Scheduler:
         """Tells other engines what is wanted of them, and takes in what has come."""
         for request in self._elsewhere.arrivals():
             self.batch.move(request, RequestStatus.prefilling)
-        self._elsewhere.tell()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._elsewhere.tell(next(iter(self.planned), None))
 
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
@@ -284,7 +290,7 @@ class Scheduler:
             if (loads := self._loads.start(request, step.now)) is not None:
                 step.transfers.append(loads)
                 status = RequestStatus.loading
-            elif self._elsewhere.ask(request, len(self.batch.running)):
+            elif self._elsewhere.ask(request, len(self.batch.running), step.step):
                 status = RequestStatus.receiving
         self.batch.join(request, status)
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
@@ -359,7 +365,9 @@ class Scheduler:
                 moved.num_computed_tokens = max(moved.num_computed_tokens, loaded)
                 if failed:
                     moved.num_cached_tokens = min(moved.num_cached_tokens or 0, moved.num_computed_tokens)
-                self.batch.move(moved, RequestStatus.prefilling)
+                # What a prefix in host memory or files has left may be another engine's to compute.
+                asked = loaded and self._elsewhere.ask(moved, len(self.batch.running), self._step + 1)
+                self.batch.move(moved, RequestStatus.receiving if asked else RequestStatus.prefilling)
             self._loads.ended(transfer_id, now)
 
     def fail(self, plan: StepPlan) -> list[Request]:

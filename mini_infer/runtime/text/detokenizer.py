@@ -13,6 +13,7 @@ from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+UNFINISHED_TOKENS = 16  # more than a character has: what still ends in U+FFFD then is one that was meant
 CONTEXT_TOKENS = 8  # of the prompt: enough for one that is not special
 
 
@@ -150,7 +151,7 @@ class WindowStream:
         if not self._pending or self._pending[-1] in self._tokenizer.byte_fallback_ids:
             return ""
         text = self._new_text()
-        if not text or text.endswith(REPLACEMENT):
+        if not text or (text.endswith(REPLACEMENT) and len(self._pending) <= UNFINISHED_TOKENS):
             return ""
         self._context, self._pending = self._pending, []
         return text

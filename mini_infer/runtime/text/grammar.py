@@ -54,9 +54,12 @@ class GrammarCompiler:
         return Vocabulary(tokenizer, definition, size if self._tokenizer.vocab_size else 0, end_ids)
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether `compile` has it at once."""
+        """Whether `compile` has it at once. It is kept as one that was just used, since that comes next."""
         with self._lock:
-            return grammar in self._compiled
+            kept = self._compiled.pop(grammar, None)
+            if kept is not None:
+                self._compiled[grammar] = kept
+            return kept is not None
 
     def compile(self, grammar: Grammar, num_bytes: int = 0) -> CompiledGrammar:
         """May be called in any thread. The first call also reads the vocabulary, which takes about a second. Raises

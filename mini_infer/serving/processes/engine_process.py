@@ -61,6 +61,7 @@ CANNOT_START = 2  # exit code
 RESTART_S = 5.0  # about, for clients that nobody else can serve
 YOUNG_OBJECTS = 10_000  # before the garbage collector looks at them
 LOGPROBS_A_TURN = 2**13  # of prompts: a millisecond or two
+_SPARE_DEADLINES = 64  # of requests that have ended, whose times may be years away
 LAST_FLUSH_S = 1.0  # for what clients have not read when a drained engine ends
 
 
@@ -328,6 +329,8 @@ class EngineServer:
         owner, add, failure = newcomer
         request_id = _request_id(owner)
         try:
+            if isinstance(failure, RequestError):  # which is kept: raised itself, it would hold this frame
+                raise RequestError(str(failure), failure.param)
             if failure is not None:
                 raise failure
             self._engine.add_request(
@@ -352,6 +355,9 @@ class EngineServer:
         self._owners[request_id] = owner
         if add.deadline_time is not None:
             heapq.heappush(self._deadlines, (add.deadline_time, request_id))
+            if len(self._deadlines) > 2 * len(self._owners) + _SPARE_DEADLINES:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._owners]
+                heapq.heapify(self._deadlines)
 
     def _enforce_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.perf_counter():

@@ -154,8 +154,9 @@ class Newcomers:
             if self._preparing.get(grammar) is not preparation:  # given up meanwhile
                 continue
             del self._preparing[grammar]
-            if isinstance(preparation.failure, RequestError):
-                self._refused[_digest(grammar)] = preparation.failure
+            if isinstance(failure := preparation.failure, RequestError):
+                # Without a traceback, whose frames hold requests.
+                self._refused[_digest(grammar)] = RequestError(str(failure), failure.param)
                 if len(self._refused) > REFUSED_KEPT:
                     del self._refused[next(iter(self._refused))]
             for owner, add in preparation.waiting.items():

@@ -127,7 +127,7 @@ def _arguments(text: str) -> str:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
