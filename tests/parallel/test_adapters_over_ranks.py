@@ -59,7 +59,8 @@ def test_ranks_give_the_tokens_of_one(
 
 def test_stages_of_random_weights_have_adapters_of_their_own_layers_alone(make_engine: MakeEngine) -> None:
     """Layers of other stages are made to be drawn, and forgotten."""
-    model = {"path": "made up", "load_format": "dummy", "hf_config": SMALL_LLAMA, "device": "cpu"}
+    shape = {**SMALL_LLAMA, "num_hidden_layers": 2}
+    model = {"path": "made up", "load_format": "dummy", "hf_config": shape, "device": "cpu"}
     found = []
     for pipeline in (1, 2):
         engine = make_engine(1, model=model, lora={"max_adapters": 1, "dummy": 1}, parallel={"pipeline": pipeline})

@@ -150,7 +150,7 @@ class TestWays:
     def test_who_means_the_sign_for_no_character_gets_it_soon(self):
         """And costs no more with each token."""
         tokenizer = SimpleNamespace(byte_fallback_ids=frozenset(), vocab_size=9)
-        tokenizer.decode = lambda token_ids, *_: "\ufffd" * len(token_ids)
+        tokenizer.decode = lambda token_ids, **_: "\ufffd" * len(token_ids)
         window = WindowStream(tokenizer, frozenset())
         texts = [window.push([1]) for _ in range(100)]
         assert max(map(len, texts)) < 20

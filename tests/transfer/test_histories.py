@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 from engine_pair import PREFILL, Pair, shuffled_turns
@@ -18,7 +20,9 @@ from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
+from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import FinishReason
+from mini_infer.transfer.protocol import Ask
 
 MAX_LEN = 40
 FAULTS = ["none", "none", "cut", "kill", "fail prefill", "fail decode"]
@@ -184,6 +188,82 @@ def test_nothing_is_left_of_an_engine_whose_memory_not_all_ranks_reach(monkeypat
         shuffled_turns(rng, pair)
     assert pair.receiver.num_failed == 1
     assert not pusher._ends
+
+
+def test_nobody_is_asked_to_write_where_a_step_under_way_still_does(nixl: None) -> None:
+    """A request ends while the device computes a step of it, and its blocks are the next one's."""
+    settings = {"scheduler": {"overlap": "always", "max_num_seqs": 4}, "cache": {"block_size": 4, "num_blocks": 24}}
+    parallel = {"connector": "memory", "hand_over": "always"}
+    rng = random.Random(0)
+    pair = Pair(replace(config(rng), **settings, parallel=parallel))
+    pair.decode.add_request([65] * 9, SamplingParams(max_tokens=12, ignore_eos=True), request_id="a")
+    pair.step()
+    pair.step()
+    (under_way,) = pair.decode.scheduler.planned.values()
+    assert [request.request_id for request in under_way.rows] == ["a"]
+    table = list(under_way.rows[0].block_table)
+    said: list[list[Ask]] = []
+    runner = pair.decode.executor.runner
+    collect = runner.collect
+
+    def late(plan: StepPlan) -> StepResult:
+        said.append([message for wire in pair.wires for message, _ in wire.there if isinstance(message, Ask)])
+        return collect(plan)
+
+    runner.collect = late  # type: ignore[method-assign]
+    pair.decode.abort("a")
+    prompt, params = made_up(1)
+    prompt = [66] * 9 + prompt
+    pair.decode.add_request(prompt, params, request_id="b", prefill_at=PREFILL)
+    pair.step()
+    assert said == [[]], "the step of a is over before anybody is asked"
+    pair.step()
+    (ask,) = [message for wire in pair.wires for message, _ in wire.there if isinstance(message, Ask)]
+    assert set(ask.blocks) & set(table), "as this test means it"
+    tokens: list[int] = []
+    while pair.decode.has_unfinished_requests():
+        shuffled_turns(rng, pair)
+        tokens += [token for output in pair.step() for each in output.outputs for token in each.token_ids_delta]
+    assert tokens == alone().generate([prompt], params)[0].outputs[0].token_ids
+    pair.settle()
+    pair.check_empty()
+
+
+def test_a_step_of_the_last_one_is_over_before_the_engine_is_idle(nixl: None) -> None:
+    """Also one that is not needed any more, since whoever comes next may be asked for at once."""
+    settings = {"scheduler": {"overlap": "always"}, "cache": {"num_blocks": 24}}
+    pair = Pair(replace(config(random.Random(0)), **settings))
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    *others, last = alone().generate([[65] * 9], greedy)[0].outputs[0].token_ids
+    assert last not in others
+    runner, counted = pair.decode.executor.runner, Counter[str]()
+    for name in ("launch", "collect"):
+
+        def count(plan: StepPlan, name: str = name, own: Any = vars(type(runner))[name]) -> Any:
+            counted[name] += 1
+            return own(runner, plan)
+
+        setattr(runner, name, count)
+    stopped = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[last])
+    pair.decode.add_request([65] * 9, stopped, request_id="a")
+    while pair.decode.has_unfinished_requests():
+        pair.step()
+    assert not pair.decode.scheduler.planned
+    assert counted == {"launch": 4, "collect": 4}, "one more than it has tokens"
+
+
+def test_one_that_is_not_sent_yet_is_taken_back_at_once(nixl: None) -> None:
+    settings = {"scheduler": {"overlap": "always"}, "cache": {"block_size": 4, "num_blocks": 24}}
+    pair = Pair(replace(config(random.Random(0)), **settings, parallel={"connector": "memory", "hand_over": "always"}))
+    pair.decode.add_request([65] * 9, SamplingParams(max_tokens=12, ignore_eos=True), request_id="a")
+    pair.step()
+    pair.decode.add_request([66] * 9, SamplingParams(max_tokens=2), request_id="b", prefill_at=PREFILL)
+    plan = pair.decode.scheduler.schedule()
+    assert [step for step, _ in pair.decode.scheduler._elsewhere._asks] == [plan.step]
+    pair.decode.abort("b")
+    assert not pair.decode.scheduler._elsewhere._asks
+    assert not pair.decode.scheduler.kv.transfers
+    assert not any(wire.there for wire in pair.wires)
 
 
 def run(seed: int, histories: int) -> int:

@@ -232,18 +232,18 @@ class Worker:
 
     def capture(self) -> None:
         """On a GPU; elsewhere it only notes why there are no graphs."""
+        on_gpu = self.device.type == "cuda"
+        no_pieces = (self._no_pieces or "graphs.max_prefill_tokens=0") if on_gpu else NEEDS_GPU
         self._captured = {
             "graphs": CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,)),
-            "prefill_graphs": CaptureReport(limits=(self._no_pieces or "graphs.max_prefill_tokens=0",)),
+            "prefill_graphs": CaptureReport(limits=(no_pieces,)),
         }
-        if self.device.type == "cuda":
+        if on_gpu:
             self._capture(GraphMemory(self.device, self._parallel), self._prefill_sizes)
         with self._phase("reserve memory"):
             self.reserve_memory()
 
     def _why_no_pieces(self) -> str | None:
-        if self.device.type != "cuda":
-            return NEEDS_GPU
         if self._config.graphs.capture is When.never:
             return "graphs.capture=never"
         if self._config.lora.max_adapters and self._kernels.name != "triton":
