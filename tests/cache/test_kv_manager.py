@@ -347,6 +347,12 @@ class TestFiles:
         assert kv.usage([]).host_blocks_used == 1
         assert kv.tiers.write() is None
         kv.end_transfer(first.transfer_id)
+        second = kv.tiers.write()
+        assert second is not None
+        assert kv.distrust([second]) == []
+        assert kv.tiers.write() is not None, "one that was given up holds up nobody"
+        kv.end_transfer(second.transfer_id)
+        kv.end_transfer(second.transfer_id + 1)
         files.update(kv.tiers._unwritten)  # by somebody else
         assert kv.tiers.write() is None
         check_kv(kv, [])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 from integrity import check_scheduler
@@ -14,7 +15,7 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
-from mini_infer.runtime.scheduler.planned_step import TokenUpdate
+from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.speculative.speculator import NoSpeculation
 
@@ -701,6 +702,16 @@ def test_failed_step_ends_its_own_requests_only() -> None:
     assert a.finish_reason is FinishReason.error
     bench.step()
     assert b.num_output_tokens == 1
+
+
+def test_rows_follow_drafts_of_the_step_before_and_not_their_own() -> None:
+    step = PlannedStep(3, 0.0, 100)
+    #                   tokens in flight, and how many of them are this step's
+    in_flight = {"drafted before": (3 + 1, 1), "drafts now alone": (3, 3), "both": (6, 3), "one before": (1 + 3, 3)}
+    step.rows = [SimpleNamespace(num_in_flight=tokens) for tokens, _ in in_flight.values()]  # type: ignore[misc]
+    step.counts = [own for _, own in in_flight.values()]
+    step.mark_following()
+    assert [list(in_flight)[row] for row in step.following] == ["drafted before", "both"]
 
 
 def test_plan_is_a_plain_record() -> None:

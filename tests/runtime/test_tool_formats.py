@@ -104,6 +104,12 @@ def test_arguments_are_told_before_they_are_complete() -> None:
     assert parser.push(": 1") == [Piece(Kind.arguments, ": 1")]
 
 
+def test_arguments_may_be_nested_deeper_than_python_reads() -> None:
+    parser = FORMATS["hermes"].parser()
+    text = '<tool_call>{"arguments": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + ', "name": "f"}</tool_call>'
+    assert "".join(piece.text for piece in parser.push(text))
+
+
 @pytest.mark.parametrize(
     ("text", "inside", "pieces"),
     [

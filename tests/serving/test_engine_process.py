@@ -297,6 +297,18 @@ def test_streams_get_past_a_long_prompts_log_probabilities(hand_driven: MakeServ
         assert not server.server._unwritten
 
 
+def test_times_of_requests_that_have_ended_are_forgotten(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    client = server.connect()
+    for number in range(100):
+        asked = add(number, {"max_tokens": 1})
+        client.say(structs.replace(asked, deadline_time=asked.arrival_time + 1e9))
+        server.turn(3)
+        client.hear()
+    assert not server.server._owners
+    assert len(server.server._deadlines) <= 65
+
+
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +375,11 @@ def test_a_grammar_is_compiled_while_the_others_go_on(hand_driven: MakeServer) -
         server.turn()
     events += client.hear()
     assert [e.number for e in events if isinstance(e, Refused)] == [2, 3]
+    client.say(add(4, {"grammar": ["regex", "["]}))
+    server.turn()
+    assert [e.number for e in client.hear() if isinstance(e, Refused)] == [4], "it is known"
+    (kept,) = server.server._newcomers._refused.values()
+    assert kept.__traceback__ is None, "whose frames would keep requests"
     assert 2 not in {d.number for e in events if isinstance(e, Outputs) for d in e.deltas}
 
 

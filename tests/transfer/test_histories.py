@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -237,13 +237,13 @@ def test_a_step_of_the_last_one_is_over_before_the_engine_is_idle(nixl: None) ->
     *others, last = alone().generate([[65] * 9], greedy)[0].outputs[0].token_ids
     assert last not in others
     runner, counted = pair.decode.executor.runner, Counter[str]()
+
+    def count(name: str, own: Any, plan: StepPlan) -> Any:
+        counted[name] += 1
+        return own(plan)
+
     for name in ("launch", "collect"):
-
-        def count(plan: StepPlan, name: str = name, own: Any = vars(type(runner))[name]) -> Any:
-            counted[name] += 1
-            return own(runner, plan)
-
-        setattr(runner, name, count)
+        setattr(runner, name, partial(count, name, getattr(runner, name)))
     stopped = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[last])
     pair.decode.add_request([65] * 9, stopped, request_id="a")
     while pair.decode.has_unfinished_requests():

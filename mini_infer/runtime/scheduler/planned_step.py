@@ -61,6 +61,12 @@ class PlannedStep:
             request.num_computed_tokens += 1
             request.num_in_flight += 1
 
+    def mark_following(self) -> None:
+        """Rows behind drafts that nobody has read yet. Who has one token in flight, or none, before this step's own had
+        no drafts there: the host knows where that one will stand."""
+        ahead = [request.num_in_flight - count for request, count in zip(self.rows, self.counts, strict=True)]
+        self.following = [row for row, tokens in enumerate(ahead) if tokens > 1]
+
     def most_of_prompt(self, request: Request) -> int:
         """Of its tokens, in this step."""
         if request.prompt_logprobs is None:

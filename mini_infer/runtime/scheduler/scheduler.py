@@ -148,9 +148,7 @@ class Scheduler:
         if drafts and (self.config.chunked_prefill or not prompts):  # a whole prompt may take all that is left
             add_drafts(step, drafts, self.kv, self._watermark_blocks)
         if following:
-            # Of one token in flight, before this step's, the host knows where it will stand.
-            ahead = [request.num_in_flight - count for request, count in zip(step.rows, step.counts, strict=True)]
-            step.following = [row for row, tokens in enumerate(ahead) if tokens > 1]
+            step.mark_following()
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
             self._schedule_prompts(step, self.admission.newcomer() if newcomer and step.num_drafts else newcomer)
