@@ -133,11 +133,16 @@ class Calibrate(Experiment):
         layout = self._layout(device)
         marks = [f"tp{layout.tensor}"] if layout.tensor > 1 else []
         marks += [_slug(mark) for mark in (layout.quantization, layout.kv, layout.numerics) if mark not in _USUAL]
-        path = self._folder / f"{'.'.join([_slug(self._name), hardware.device_key(device), *marks])}.yaml"
+        machine = hardware.name(device)
+        names = [_slug(self._name), hardware.device_key(device), *marks]
+        path = self._folder / f"{'.'.join(names)}.yaml"
+        if path.exists() and ((known := costs.read(path)).layout, known.machine) != (layout, machine):
+            names += _differences(layout, known.layout) or [_slug(machine)]  # what is known stays
+            path = self._folder / f"{'.'.join(names)}.yaml"
         costs.save(
             path,
             CostFile(
-                machine=hardware.name(device),
+                machine=machine,
                 layout=layout,
                 measured=datetime.now(timezone.utc).date().isoformat(),
                 how=f"torch {torch.__version__}: {sum(row.variant == FIT for row in findings.steps)} steps of one pass "
@@ -259,6 +264,11 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
 def _rows(point: Point, found: Residuals) -> list[Row]:
     values = {"steps": found.steps, "median_error": found.median, "p90_error": found.p90, "bias": found.bias}
     return [Row(VARIANT, point.name, 0, name, float(value), METRICS[name].unit) for name, value in values.items()]
+
+
+def _differences(layout: Layout, other: Layout) -> list[str]:
+    mine, theirs = vars(layout), vars(other)
+    return [_slug(f"{name}-{value}") for name, value in mine.items() if value != theirs[name]]
 
 
 def _slug(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -138,7 +138,9 @@ class Capacity(Experiment):
         self._items = self._workload.make(vocabulary, self.settings.seed).measured
         self._sources: dict[str, None] = {}
         steps.plan(1 + sum(map(len, self.spec.settings.values())))
-        best = self._search(steps)
+        best = self._search(lambda plan: True, steps)
+        known = best.bound and any(isinstance(plan, Plan) and not plan.bound for plan in self._plans.values())
+        sure = self._search(lambda plan: not plan.bound) if known else None
         found = list({plan.point.name: plan for plan in self._plans.values() if isinstance(plan, Plan)}.values())
         front = _front([plan for plan in self._tried if plan.keeps] or found)
         plans = sorted([*found, *(plan for plan in front if plan not in found)], key=lambda plan: plan.order)
@@ -147,8 +149,7 @@ class Capacity(Experiment):
             for plan in plans
             for name, value in plan.values.items()
         ]
-        sure = next((plan for plan in plans if plan.keeps and not plan.bound), None)
-        beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if best.bound and sure else []
+        beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if sure and sure.keeps else []
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
         notes = [self._answer(best), *beside, *self._losers(best, plans), *self._worth(best), _front_words(front), own]
         notes = [note for note in (*notes, *self._refused(), *self._sources) if note]
@@ -159,23 +160,28 @@ class Capacity(Experiment):
 
     # --- the search -----------------------------------------------------------------------------------------------
 
-    def _search(self, steps: Steps) -> Plan:
-        settings = dict(self._base)
-        steps.next("the engine's own settings")
-        best = self._plan(settings)
-        improved, first_round = True, True
+    def _search(self, counts: Callable[[Plan], bool], steps: Steps | None = None) -> Plan:
+        """The best of those that count: one setting after the other, until none brings anything. From the engine's own
+        settings, or what has been tried already and counts."""
+        tried = (plan for plan in self._plans.values() if isinstance(plan, Plan) and counts(plan))
+        best = min(tried, key=lambda plan: plan.order, default=None)
+        if steps is not None:
+            steps.next("the engine's own settings")
+            best = self._plan(self._base)
+        settings = dict(self._base if best is None else best.settings)
+        improved = True
         while improved:
             improved = False
             for key, values in self.spec.settings.items():
                 for value in values:
-                    if first_round:
+                    if steps is not None:
                         steps.next(points.point({key: value}).name)
                     plan = self._plan({**settings, key: value})
-                    if plan is not None and (best is None or plan.order < best.order):
+                    if plan is not None and counts(plan) and (best is None or plan.order < best.order):
                         best, improved = plan, True
                 if best is not None:
                     settings = dict(best.settings)
-            first_round = False
+            steps = None
         if best is None:
             raise ConfigError(f"none of {len(self._plans)} layouts fits. The engine's own settings: "
                               f"{self._plans[tuple(self._base.items())]}")  # fmt: skip
@@ -258,7 +264,8 @@ class Capacity(Experiment):
         marks = " (bound)" * setup.found.bound + " (each request alone)" * alone
         name = points.point({**changed, **_counted(settings, replicas)}).name + marks
         point = Point(name, {**settings, REPLICAS: replicas})
-        return Plan(point, settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound, alone)
+        bound = setup.found.bound or setup.config.parallel.pipeline > 1  # of stages nobody measures a step
+        return Plan(point, settings, replicas, gpus, {"gpus": gpus, **values}, keeps, bound, alone)
 
     def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
         values = {key: value for key, value in settings.items() if key != PREFILL_SHARE}

@@ -29,8 +29,7 @@ def gptq(
 
     Args:
         act_order: columns with the largest inputs first, while there is most left to make up with. Groups stay those of
-            neighbouring columns, with scales that were chosen before, so no reader needs to know of the order. Without
-            it the scales of a group are chosen when its turn comes, from what its columns are by then.
+            neighbouring columns, with scales that were chosen before, so no reader needs to know of the order.
     """
     work, hessian = weight.float().clone(), gram.float().clone()
     rows, columns = work.shape

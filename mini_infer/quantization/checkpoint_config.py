@@ -125,7 +125,8 @@ def _fp8(config: _Config) -> ModelFormat:
 
 
 def _compressed_tensors(config: _Config) -> ModelFormat:
-    config.one_of("quantization_status", ("compressed",), "compressed")
+    # Older writers call codes frozen, too; weights that are none are refused by their dtype.
+    config.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     for name, harmless in (("sparsity_config", ("format", "dense")), ("transform_config", ("config_groups", {}))):
         key, value = harmless
         if config.get(name) and config.part(name).get(key, value) != value:

@@ -140,7 +140,7 @@ def test_rounding_takes_groups_and_zeros():
         (compressed(weights=INT, ignore=()), "lm_head is quantized"),
         (compressed(weights=INT, targets=["Conv2d"]), "target 'Conv2d' is not supported; supported are Linear"),
         (compressed(weights=INT, targets=["re:("]), "is no regular expression"),
-        (compressed(weights=INT) | {"quantization_status": "frozen"}, "'frozen'; supported are compressed"),
+        (compressed(weights=INT) | {"quantization_status": "initialized"}, "'initialized'; supported are compressed"),
         (compressed(weights=INT) | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is not supported"),
         (
             compressed(weights=INT) | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},

@@ -49,6 +49,7 @@ NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=F
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
 NO_COUNTER = Missing("no GPU has counted its energy", applies=False)
+BURST = "what counts of the requests has come within "
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
 
@@ -103,7 +104,12 @@ def _of_requests(time: Callable[[RequestTrace], float | None]) -> Samples:
 
 
 def _rate(count: Callable[[Served], float]) -> Compute:
-    return lambda served, context: count(served) / served.seconds if served.seconds > 0 else NOTHING
+    def compute(served: Served, context: Context) -> float | Missing:
+        if served.is_burst:
+            return too_few(f"{BURST}{served.seconds:.3g} s, in which hardly one is answered: no rate could be kept up")
+        return count(served) / served.seconds if served.seconds > 0 else NOTHING
+
+    return compute
 
 
 def _output_tokens(served: Served) -> float:
@@ -168,7 +174,7 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     """A streamed token."""
 
     def compute(served: Served, host: HostUse) -> float | Missing:
-        used, tokens = seconds(host), _output_tokens(served)
+        used, tokens = seconds(host), _all_tokens(served)  # the time is that of the whole pass
         if used is None:
             return NOT_TOLD
         return 1e6 * used / tokens if tokens else NOTHING
@@ -219,7 +225,7 @@ SERVING: dict[str, Formula] = {
     **of_pass("requests/s", Better.higher, {
         "requests_per_s": ("requests per second", _rate(_completed)),
         "goodput_rps": ("requests per second that met every SLO",
-                        lambda s, c: sum(map(c.slo.met_by, s.counted)) / s.seconds if s.seconds > 0 else NOTHING),
+                        lambda s, c: _rate(lambda served: sum(map(c.slo.met_by, served.counted)))(s, c)),
     }, of_requests=True),
     **of_pass("requests/s", Better.higher, {
         "slo_rate_rps": ("highest rate of arrivals at which requests met the SLO", lambda s, c: NOT_SEARCHED),

@@ -35,10 +35,11 @@ def again(result: Result) -> Again | None:
     info = result.info
     claimed = [claim.metric for claim in info.claims if claim.bound.is_ratio]
     timed = [name for name, metric in info.metrics.items() if metric.unit in OF_TIME]
-    metric = next(iter((*claimed, *timed)), None)  # of the first claim of a ratio; else the first time or rate
-    if info.aa is None or metric is None:
+    if info.aa is None:
         return None
-    logs = log_ratios(result, info.aa, metric)
+    # Of the first claim of a ratio, else the first time or rate, that both have: no search is made a second time.
+    metrics = (*claimed, *timed)
+    metric, logs = next(((m, logs) for m in metrics if (logs := log_ratios(result, info.aa, m))), ("", {}))
     whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
     pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}
     return Again(metric, stats.factors(pairs)) if pairs else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class RateSearch:
     share: float = 0.9  # of the requests, which must keep every bound of experiment.slo
     # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
+    # Requests of each rate come for so long at least: workload.count is raised for it. 0: it is as it is.
+    seconds: float = 0.0
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
 
@@ -41,6 +44,7 @@ class RateSearch:
             raise ConfigError("experiment.search needs both low_per_s and high_per_s, or neither")
         check.above_zero("experiment.search", self, "low_per_s", "high_per_s", "share")
         check.share("experiment.search", self, "share")
+        check.at_least("experiment.search", self, 0, "seconds")
         if low is not None and high is not None and low >= high:
             raise ConfigError(f"experiment.search: low_per_s={low:g} must be below high_per_s={high:g}")
         if not 2 <= self.steps <= MOST_STEPS:
@@ -60,7 +64,11 @@ class RateSearch:
     @property
     def points(self) -> list[Point]:
         """One a rate."""
-        return [Point(f"search at {rate:g}/s", {**self.at, RATE: rate}) for rate in self.rates]
+        counts = {"workload.count": [math.ceil(rate * self.seconds) for rate in self.rates]} if self.seconds else {}
+        return [
+            Point(f"search at {rate:g}/s", {**self.at, RATE: rate, **{key: own[index] for key, own in counts.items()}})
+            for index, rate in enumerate(self.rates)
+        ]
 
     @property
     def result(self) -> list[Point]:
@@ -90,6 +98,7 @@ class Searches:
     def _search(self, variant: str, repeat: int) -> None:
         session, settings, points = self._session, self._settings, self._settings.points
         shares: dict[int, float] = {}
+        bursts: set[float] = set()
 
         def meets(index: int) -> bool:
             point = points[index]
@@ -104,6 +113,8 @@ class Searches:
             else:
                 raise Undecided(f"the pass at {settings.rates[index]:g}/s does not count: {why}")
             shares[index] = kept.value
+            if any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
+                bursts.add(settings.rates[index])
             return kept.value >= settings.share
 
         value, reason, rates = 0.0, "", settings.rates
@@ -120,6 +131,12 @@ class Searches:
             else:
                 value = rates[found]
             self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
+        if bursts:
+            label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))
+            self.notes.append(
+                f"{label}, search {repeat + 1}: the requests at {listed}/s were a burst, over before a queue could form. "
+                "Raise workload.count or experiment.search.seconds."
+            )
         unit = formulas.describe(FOUND).unit
         (at,) = settings.result
         self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))

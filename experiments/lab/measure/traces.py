@@ -13,6 +13,7 @@ from mini_infer.speculative.policy.costs import StepCosts
 
 RAMP = 0.1  # of the time in which an open loop's requests arrive, at either end
 STEADY = 50  # requests, from which on an open loop is taken to have a steady state
+FEW_ANSWERS = 2  # one after the other: an open loop that is no longer is a burst
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,13 @@ class Served:
         """Of what counts."""
         first, last = self.window or (self.start, self.end)
         return last - first
+
+    @property
+    def is_burst(self) -> bool:
+        """The requests of an open loop have come in so short a time that hardly one had to end before the last came:
+        whatever rate that was, nobody knows whether it could go on."""
+        answers = sorted(e2e for request in self.requests if (e2e := request.e2e) is not None)
+        return self.window is not None and bool(answers) and self.seconds < FEW_ANSWERS * answers[len(answers) // 2]
 
     @property
     def counted(self) -> tuple[RequestTrace, ...]:

@@ -33,7 +33,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
     found = sweeps.with_beside([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
-    ages = {store.run_path(r.info): since(r.info) for r in found}
+    ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
     written: list[Path] = []

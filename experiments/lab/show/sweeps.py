@@ -4,7 +4,7 @@ experiment's result when pages are made; where there is none yet, the metric is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +73,15 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
     def named(value: Any, point: str) -> str:
         return f"{short}={value} {point}".strip()
 
+    def gates(of: Callable[[RunInfo], Sequence[Any]]) -> tuple[Any, ...]:
+        """Those of all runs, each of the points of its own."""
+        found = [(v, run, gate) for v, run in pairs for gate in of(run.info)]
+        return tuple(
+            replace(gate, point=named(v, point))
+            for v, run, gate in found
+            for point in ([gate.point] if gate.point else run.info.points)
+        )
+
     metrics = [name for name in first.metrics if all(name in run.info.metrics for _, run in pairs)]
     drawn = list(dict.fromkeys([*(claim.metric for claim in first.claims if claim.metric in metrics), *metrics]))
     panels = tuple(PanelSpec(metric, PanelKind.lines, x=key, x_label=short) for metric in drawn[:PANELS])
@@ -82,7 +91,9 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
         points={named(v, point): {**at, key: v} for v, run in pairs for point, at in run.info.points.items()},
         metrics={name: first.metrics[name] for name in metrics},
         claims=(),
-        gates=tuple(replace(gate, point=named(v, gate.point)) for v, run in pairs for gate in run.info.gates),
+        gates=gates(lambda info: info.gates),
+        error_gates=gates(lambda info: info.error_gates),
+        status=next((run.info.status for _, run in pairs if run.info.status != COMPLETE), COMPLETE),
         samples=(),
         plots=(PlotSpec(f"over-{slug(short)}", f"Over {short}", panels),),
         profiles=(),

@@ -277,6 +277,10 @@ class QuantizedLinear(LinearMethod):
 
     def _take(self, part: str, key: str, tensor: Tensor) -> None:
         """Keeps it until the layer has all it needs: then the layer is placed, so that no more than a few wait."""
+        if self._placed:  # one that need not be there, from another file: an order of the columns
+            if bool((tensor.diff() < 0).any()):
+                raise ModelError(f"{part}.{key} sorts the columns, which the config does not say")
+            return
         self._taken[part][key] = tensor.to(self._build.device)
         sizes = self._shape.parts.items()
         if not self._placed and all(
