@@ -61,7 +61,7 @@ def _head_products_kernel(
     w_ptrs = weights_ptr + head * w_head + outs[:, None] * w_out + columns[None, :] * w_in
     w = tl.load(w_ptrs, mask=real & (columns < IN)[None, :], other=0.0).to(DOT)
     wait_for_previous(PDL)
-    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    token = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]).to(tl.int64)
     some = token < tokens
     x_ptrs = x_ptr + token * x_stride + head * x_head + columns[:, None]
     x = tl.load(x_ptrs, mask=some & (columns < IN)[:, None], other=0.0).to(DOT)

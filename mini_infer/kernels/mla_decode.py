@@ -76,7 +76,7 @@ def _attend(
     BLOCK_V: tl.constexpr = S.block_v
     SIZE: tl.constexpr = S.value_dim + S.rope_dim
     c_dims, r_dims, lanes = tl.arange(0, BLOCK_V), tl.arange(0, S.block_r), tl.arange(0, S.tile)
-    token, line, real = query_rows(row, pack, S, ROWS)
+    token, line, real = query_rows(row.to(tl.int64), pack, S, ROWS)  # of 32k prompt tokens with 128 heads that is much
     own = q + line[:, None] * SIZE
     q_c = tl.load(own + c_dims, mask=real[:, None] & (c_dims < S.value_dim), other=0.0)
     q_r = tl.load(own + S.value_dim + r_dims, mask=real[:, None] & (r_dims < S.rope_dim), other=0.0)
@@ -152,7 +152,7 @@ def _mla_decode_kernel(
         q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2, S
     )
     if parts is None:
-        store_rows(out, acc / total[:, None], row, pack, S, S.rows)
+        store_rows(out, acc / total[:, None], row.to(tl.int64), pack, S, S.rows)
     else:
         finish_part(out, acc, top, total, parts, tickets, row, S)
 

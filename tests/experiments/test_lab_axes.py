@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import METRICS
+from made_up import METRICS, different
 from made_up import result as demo
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
 from experiments.lab import axes, catalog, typed, variants
 from experiments.lab.execute import execute
+from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report, sweeps
 from experiments.lab.show.answer import answer
@@ -292,6 +293,23 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
     assert len(found[1].rows) == 4 * len(default.rows)
     assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
     assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_a_sweep_is_as_doubtful_as_its_runs(tmp_path):
+    error = ErrorGate("a", None, error=0.5, allowed=0.01, against="fp32")
+    wrong = swept(8, gates=[different("a", "")], error_gates=(error,), status="incomplete: interrupted")
+    info = next(r.info for r in sweeps.joined([swept(2), wrong]) if r.runs)
+    assert info.status == "incomplete: interrupted"
+    for gates in (info.gates, info.error_gates):
+        failed = [gate for gate in gates if not gate.passed]
+        assert {point for point in info.points for gate in failed if gate.covers("a", point)} == {
+            f"count=8 concurrency={n}" for n in (1, 8)
+        }
+    for value in (2, 8):
+        store.write(tmp_path / "results", swept(value))
+    old = {"count=2": 7, "count=8": 0}
+    report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: old.get(info.run, 0))
+    assert "7 commits since" in (tmp_path / "reports/demo.md").read_text()
 
 
 def test_a_page_of_a_sweep_has_a_table_and_a_figure_and_no_stack_of_runs(tmp_path):

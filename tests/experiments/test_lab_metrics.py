@@ -105,6 +105,16 @@ def test_a_long_open_loop_is_measured_without_its_ramps():
     assert Served(requests[:40], 0.0, 50.0).without_ramps().window is None  # too short for a steady state
 
 
+def test_a_burst_shows_no_rate():
+    """All have come before the first is answered."""
+    requests = tuple(trace(i / 50, [i / 50 + 0.1, i / 50 + 2.0]) for i in range(101))
+    served = Served(requests, 0.0, 4.0).without_ramps()
+    for name in ("output_tokens_per_s", "requests_per_s", "goodput_rps"):
+        missing = value(name, served, Context(SLO(ttft_ms=600)))
+        assert missing.reason.startswith("not shown: what counts of the requests has come within 1.6 s"), name
+    assert value("ttft_ms", served) == pytest.approx(100)
+
+
 @pytest.mark.parametrize(
     ("workload", "ramps"),
     [

@@ -123,7 +123,7 @@ def test_what_the_host_spends_a_token_worked_out_by_hand():
     request = RequestTrace(4, 4, 0.0, (1.0, 2.0, 2.0, 3.0), (1, 2, 3, 4), cached_tokens=2)
     host = HostUse(client_s=4e-5, client_busy=0.25, tells_cached=True, api_s=8e-5)
     names = ["client_cpu_us", "api_cpu_us", "engine_cpu_us", "client_busy", "tokens_per_read", "prefix_hit_rate"]
-    values = formulas.measure(Served((request,), 0.0, 4.0, host=host), names)
+    values = formulas.measure(Served((request,), 0.0, 4.0, host=host, window=(0.0, 2.5)), names)
     assert values["client_cpu_us"] == pytest.approx(10)
     assert values["api_cpu_us"] == pytest.approx(20)
     assert not values["engine_cpu_us"].applies  # of a server that is not ours

@@ -259,6 +259,23 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert "The nearest is replicas=1: " in plan(compose_config, settings={}, most_replicas=1).notes[0]
 
 
+def test_beside_bounds_the_fewest_of_what_was_measured_are_searched_for(compose_config, monkeypatch) -> None:
+    """With all settings, not with those alone that the search had come to before it met a bound."""
+    planned = Capacity._planned
+
+    def bound(self, settings, *more, **options):
+        own = planned(self, settings, *more, **options)
+        return own._replace(bound=settings["engine.scheduler.max_num_seqs"] == 8)
+
+    monkeypatch.setattr(Capacity, "_planned", bound)
+    tokens = "engine.scheduler.max_num_batched_tokens"
+    found = plan(compose_config, settings={**SLOTS, tokens: [128, 256]}, most_replicas=64)
+    assert found.notes[0].startswith("The fewest: ")
+    assert found.notes[1].startswith("Its steps are bounds. Of what was measured: The fewest: ")
+    assert "max_num_seqs=2" in found.notes[1]
+    assert {p.values[tokens] for p in found.points if p.values["engine.scheduler.max_num_seqs"] == 2} >= {128, 256}
+
+
 def test_what_no_engine_can_keep_is_said_at_once(compose_config) -> None:
     """A prompt of 80 tokens takes 8 ms, and a token 4.3 ms: replicas are tried of no layout."""
     config = compose_config(*PLAN)

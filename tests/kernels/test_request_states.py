@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.core.request import SamplingParams
 from mini_infer.kernels.sampling.draw import NUM_PARAMS
@@ -71,3 +72,8 @@ def test_captured_input_is_the_eager_one_and_padding(device: torch.device, num_r
     assert states.history[4, 10].item() == 1
     assert torch.equal(states.rows[:6], eager_states.rows[:6])
     assert states._next_starts[[0, 4, 2]].tolist() == [5, 10, 9], "where the rows go on"
+
+
+def test_more_requests_and_tokens_than_places_can_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs=2048 requests of up to 1048576 tokens .* lower it"):
+        RequestStates(2048, 2**20, 16, 8, torch.device("cpu"))

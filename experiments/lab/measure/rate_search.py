@@ -134,8 +134,8 @@ class Searches:
         if bursts:
             label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))
             self.notes.append(
-                f"{label}, search {repeat + 1}: the requests at {listed}/s were a burst, over before a queue could form. "
-                "Raise workload.count or experiment.search.seconds."
+                f"{label}, search {repeat + 1}: the requests at {listed}/s were a burst, over before a queue could "
+                "form. Raise workload.count or experiment.search.seconds."
             )
         unit = formulas.describe(FOUND).unit
         (at,) = settings.result

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
@@ -57,6 +58,12 @@ class RequestStates:
         self._table = self.max_model_len + 1  # first column of the block table
         self._params = self._table + -(-self.max_model_len // block_size)
         self.width = self._params + num_params
+        if (max_num_seqs + 1) * self.width >= 2**31:  # places in it are told as int32
+            raise ConfigError(
+                f"scheduler.max_num_seqs={max_num_seqs} requests of up to {max_model_len} tokens take a table of "
+                f"{4 * max_num_seqs * self.width / 2**30:.1f} GiB, of 8 that there can be: lower it, or "
+                "model.max_model_len"
+            )
         self.rows = torch.zeros((max_num_seqs + 1, self.width), dtype=torch.int32, device=device)
         self.rows[self.padding_index, self._table : self._params] = padding_block
         self.history = self.rows[:, : self._table]
