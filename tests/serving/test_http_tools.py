@@ -100,7 +100,8 @@ def test_a_stream_adds_up(client: openai.OpenAI) -> None:
         if event.type == "chunk" and getattr(event.chunk.choices[0].delta, "reasoning_content", None)
     ]
     assert "".join(thought) == "Hm."
-    assert len([event for event in events if event.type == "tool_calls.function.arguments.delta"]) > 4
+    # One a call at least: tokens that come while a client is slow share an event.
+    assert len([event for event in events if event.type == "tool_calls.function.arguments.delta"]) >= 2
     assert len([event for event in events if event.type == "tool_calls.function.arguments.done"]) == 2
 
 

@@ -135,7 +135,8 @@ class EngineServer:
         if self._engine.has_unfinished_requests():
             self._hand_out(self._step())
             self._bound.stepped(self._engine.scheduler)
-            self._tell_stats(STATS_INTERVAL_S if self._engine.has_unfinished_requests() else 0.0)
+            goes_on = self._engine.has_unfinished_requests() and not self._engine.waits
+            self._tell_stats(STATS_INTERVAL_S if goes_on else 0.0)  # else it may be long before the next turn
         else:
             self._engine.executor.require_alive()
             self._hand_out([])
