@@ -16,8 +16,9 @@ decode and a prompt's short rests absorb.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,8 +41,10 @@ from mini_infer.core.config import AttentionChoice, MLAForm
 from mini_infer.core.errors import ConfigError
 
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
-EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
+EXPANDED_BYTES = 256 * 2**20  # of latents, keys and values at a time; or one head's of one row
 _HEAD_PRODUCTS = 1024  # tokens times heads, up to which our kernel is faster than a batched product and what it needs
+
+_MakeStep = Callable[[AttentionBatch, ModelAttention], AttentionStep]
 
 # Who attends to latents as they are.
 ABSORBED = {
@@ -132,21 +135,40 @@ class Absorbed(AttentionBackend):
 
 class Expanded(AttentionBackend):
     """Through a backend that attends to keys and values of heads, which are made of a step's cached latents first: of
-    some heads at a time, so that a long context takes no more memory."""
+    some rows and heads at a time, so that many rows or a long context take no more memory."""
 
     def __init__(self, inner: AttentionBackend, linear: Callable[..., Tensor]) -> None:
         self._inner, self._linear = inner, linear
         self.variants = inner.variants  # type: ignore[method-assign]
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        batch = batch.only_decode()
-        heads = _ExpandedHeads(batch, attention)
-        return self._around(self._inner.decode(heads.batch, heads.attention), heads, attention)
+        return self._by_rows(self._inner.decode, batch.only_decode(), attention)
 
     def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        batch = batch.only_prefill()
+        return self._by_rows(self._inner.prefill, batch.only_prefill(), attention)
+
+    def _by_rows(self, inner: _MakeStep, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        groups = _groups_of_rows(batch, attention)
+        if not groups.any():
+            return self._of_heads(inner, batch, attention)
+        parts = (_some_rows(batch, groups == group) for group in range(groups[-1] + 1))
+        # Made anew in each layer, for what one group expands is to be free when the next one comes.
+        return _in_parts([(tokens, partial(self._once, inner, own, attention)) for own, tokens in parts], attention)
+
+    def _once(
+        self,
+        inner: _MakeStep,
+        batch: AttentionBatch,
+        attention: ModelAttention,
+        layer: int,
+        q: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._of_heads(inner, batch, attention)(layer, q, out)
+
+    def _of_heads(self, inner: _MakeStep, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         heads = _ExpandedHeads(batch, attention)
-        return self._around(self._inner.prefill(heads.batch, heads.attention), heads, attention)
+        return self._around(inner(heads.batch, replace(attention, store=heads, up=None)), heads, attention)
 
     def _around(self, attend: AttentionStep, heads: _ExpandedHeads, attention: ModelAttention) -> AttentionStep:
         up = _up(attention)
@@ -184,14 +206,7 @@ class ByNewTokens(AttentionBackend):
         for backend, chosen in ((self._absorbed, few), (self._expanded, ~few)):
             own, tokens = _some_rows(batch, chosen)
             parts.append((tokens, backend.prefill(own, attention)))
-
-        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            out = q.new_empty(*q.shape[:2], attention.value_dim) if out is None else out
-            for tokens, attend in parts:
-                out[tokens] = attend(layer, q[tokens])
-            return out
-
-        return step
+        return _in_parts(parts, attention)
 
     def warm_up(self, kind: Kind, attention: ModelAttention, num_heads: int, max_rows: int) -> None:
         self._absorbed.warm_up(kind, attention, num_heads, max_rows)
@@ -199,11 +214,9 @@ class ByNewTokens(AttentionBackend):
 
 
 def _some_rows(batch: AttentionBatch, chosen: np.ndarray) -> tuple[AttentionBatch, Tensor]:
-    """Some of the prefill rows, as a batch of their own, and where their tokens are in the whole."""
-    starts, lens, device = batch.host_query_starts, batch.host_seq_lens, batch.positions.device
-    assert starts is not None, "captured steps have decode rows alone"
-    assert lens is not None, "captured steps have decode rows alone"
-    counts = np.diff(starts)
+    """Some of the rows, which are of one kind, as a batch of their own, and where their tokens are in the whole."""
+    starts, device = batch.host_query_starts, batch.positions.device
+    counts = np.full(batch.num_rows, batch.decode_query_len) if starts is None else np.diff(starts)
     tokens = torch.from_numpy(np.flatnonzero(np.repeat(chosen, counts))).to(device)
     rows = torch.from_numpy(np.flatnonzero(chosen)).to(device)
     own_starts = np.concatenate(([0], np.cumsum(counts[chosen])))
@@ -213,11 +226,47 @@ def _some_rows(batch: AttentionBatch, chosen: np.ndarray) -> tuple[AttentionBatc
         batch.block_tables[rows],
         torch.from_numpy(own_starts).int().to(device),
         batch.seq_lens[rows],
-        num_decode_rows=0,
+        num_decode_rows=len(rows) if batch.num_decode_rows else 0,
         host_query_starts=own_starts,
-        host_seq_lens=lens[chosen],
+        host_seq_lens=_lens(batch)[chosen],
     )
     return own, tokens
+
+
+def _in_parts(parts: Sequence[tuple[Tensor, AttentionStep]], attention: ModelAttention) -> AttentionStep:
+    """One part of a step's tokens after the other: which, and who attends."""
+
+    def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        out = q.new_empty(*q.shape[:2], attention.value_dim) if out is None else out
+        for tokens, attend in parts:
+            out[tokens] = attend(layer, q[tokens])
+        return out
+
+    return step
+
+
+def _groups_of_rows(batch: AttentionBatch, attention: ModelAttention) -> np.ndarray:
+    """[R] which group of rows each is in, from 0 on: a group's latents and one head's keys and values take no more than
+    EXPANDED_BYTES, or it is a single row."""
+    block_size, (latent, head) = attention.store.block_size, _token_bytes(_up(attention))
+    most, group, taken, groups = EXPANDED_BYTES // ((latent + head) * block_size), 0, 0, []
+    for blocks in -(-_lens(batch) // block_size):
+        if taken and taken + blocks > most:
+            group, taken = group + 1, 0
+        taken += blocks
+        groups.append(group)
+    return np.array(groups)
+
+
+def _lens(batch: AttentionBatch) -> np.ndarray:
+    return batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
+
+
+def _token_bytes(up: UpProjections) -> tuple[int, int]:
+    """Of a token's latent, and of what is made of it for a head: key, value, and what they are copied from."""
+    _, made, rank = up.weights[0].shape
+    itemsize = up.weights[0].dtype.itemsize
+    return (rank + up.rope_dim) * itemsize, (up.head_dim + up.value_dim + made) * itemsize
 
 
 def expand(latents: Tensor, up: Tensor, keys: Tensor, values: Tensor, linear: Callable[..., Tensor] = F.linear) -> None:
@@ -270,7 +319,7 @@ class _ExpandedHeads:
     other's, in memory that layers share.
 
     Attributes:
-        batch, attention: for a backend that is to attend to them.
+        batch: for a backend that is to attend to them.
         at_once: of how many heads there is room.
     """
 
@@ -278,24 +327,21 @@ class _ExpandedHeads:
         store, tables = attention.store, batch.block_tables
         assert isinstance(store, KVStore), "latents are stored"
         self._store, self.device, self.block_size = store, store.device, store.block_size
-        lens = batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
-        counts = -(-lens // self.block_size)
+        counts = -(-_lens(batch) // self.block_size)
         self.num_blocks = int(counts.sum())
         used = np.arange(counts.max()) < counts[:, None]  # [R, blocks of the longest]
         places = np.flatnonzero(used)
         own = np.minimum(np.cumsum(used.ravel()).reshape(used.shape) - 1, self.num_blocks - 1)
         self._blocks = tables[:, : used.shape[1]].flatten()[torch.from_numpy(places).to(self.device)]
         up = _up(attention)
-        num_heads, made, _ = up.weights[0].shape
-        dtype = up.weights[0].dtype
-        head_bytes = self.num_blocks * self.block_size * (up.head_dim + up.value_dim + made) * dtype.itemsize
+        num_heads, dtype = up.weights[0].shape[0], up.weights[0].dtype
+        latent, head = (self.num_blocks * self.block_size * size for size in _token_bytes(up))
         divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-        self.at_once = max((d for d in divisors if d * head_bytes <= EXPANDED_BYTES), default=1)
+        self.at_once = max((d for d in divisors if latent + d * head <= EXPANDED_BYTES), default=1)
         shape = self.num_blocks, self.block_size, self.at_once
         self._keys = torch.empty(*shape, up.head_dim, dtype=dtype, device=self.device)
         self._values = torch.empty(*shape, up.value_dim, dtype=dtype, device=self.device)
         self.batch = batch._replace(block_tables=torch.from_numpy(own).int().to(self.device))
-        self.attention = replace(attention, store=self, up=None)
 
     def gathered(self, layer: int) -> Tensor:
         """The latents of all blocks, [num_blocks * block_size, rank + rope_dim]."""

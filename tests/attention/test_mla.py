@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from small_cache import plain_attention
 
 from mini_infer.attention import mla
-from mini_infer.attention.backend import Latent, Requirements, select_backend
+from mini_infer.attention.backend import Kind, Latent, Requirements, select_backend
 from mini_infer.attention.context import AttentionContext, ModelAttention, UpProjections
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
@@ -76,6 +78,48 @@ def test_some_heads_at_a_time_are_expanded_where_memory_is_short(
 ) -> None:
     monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
     run(AttentionChoice.sdpa, AttentionChoice.sdpa, "latent", step_rows)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_rows_that_share_a_prefix_are_expanded_in_groups_that_fit(
+    kind: Kind, step_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as all rows at once; and what a group expands is free when the next one comes."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows, prefix, new = 60, 40, 5 if kind == "prefill" else 1
+    shared = list(range(prefix // BLOCK))
+    rows = [(prefix, new, [*shared, *range(10 + 2 * row, 12 + 2 * row)]) for row in range(num_rows)]
+    batch = step_rows(rows, num_rows if kind == "decode" else 0, BLOCK, unused_block=139)
+    store = KVStore(LAYOUT, num_blocks=140, block_size=BLOCK, device=CPU)
+    store.slots(0, mla.LATENT).normal_(generator=generator)
+    weights = torch.randn(2, HEADS, NOPE + VALUES, RANK, generator=generator) * RANK**-0.5
+    attention = ModelAttention(store, [None, None], 0.3, torch.float32, UpProjections(list(weights), ROPE, VALUES))
+    q = torch.randn(batch.num_tokens, HEADS, NOPE + ROPE, generator=generator)
+    backend = select_backend(AttentionChoice.sdpa, kind, needs("latent")).backend
+    alive: weakref.WeakSet[mla._ExpandedHeads] = weakref.WeakSet()
+    fill, taken = mla._ExpandedHeads.fill, []
+
+    def counted(heads: mla._ExpandedHeads, latents: torch.Tensor, up: torch.Tensor, linear: Any) -> None:
+        alive.add(heads)
+        tokens, made = sum(h.num_blocks * BLOCK for h in alive), up.shape[0] * (NOPE + ROPE + VALUES + up.shape[1])
+        taken.append(tokens * (RANK + ROPE + made) * latents.itemsize)
+        fill(heads, latents, up, linear)
+
+    monkeypatch.setattr(mla._ExpandedHeads, "fill", counted)
+    gc.disable()
+    try:
+        room = num_rows * 12 * BLOCK * (RANK + ROPE + NOPE + ROPE + VALUES + NOPE + VALUES) * 4  # for one head
+        monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
+        at_once = getattr(backend, kind)(batch, attention)(0, q)
+        assert max(taken) <= room
+        room //= 7
+        monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
+        taken.clear()
+        in_groups = getattr(backend, kind)(batch, attention)(0, q)
+    finally:
+        gc.enable()
+    assert torch.equal(in_groups, at_once)
+    assert room // 2 < max(taken) <= room
 
 
 def test_what_cannot_be_is_refused() -> None:

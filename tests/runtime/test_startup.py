@@ -40,6 +40,17 @@ def test_what_takes_long_to_import_is_imported_when_it_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("budget", [16, 64])
+def test_the_end_of_the_longest_prompt_is_tried_where_it_is_expanded(budget: int) -> None:
+    scheduler = {"max_num_seqs": 4, "max_num_batched_tokens": budget}
+    config = EngineConfig.from_dict({"scheduler": scheduler, "cache": {"block_size": 16}})
+    *_, step = largest_steps(config, max_model_len=33, block=0, expands=True)
+    new = min(budget, 32)
+    assert (step.starts, step.counts, step.num_decode_rows) == ([32 - new], [new], 0)
+    (admission,) = step.admissions
+    assert (len(admission.token_ids), admission.block_table) == (32, [0, 0, 0])
+
+
 @pytest.mark.parametrize("most", [1, 5, 8])
 def test_small_decode_steps_are_of_rows_that_the_largest_step_admits(most: int) -> None:
     config = EngineConfig.from_dict({"scheduler": {"max_num_seqs": most, "max_num_batched_tokens": 64}})

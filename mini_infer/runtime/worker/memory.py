@@ -63,10 +63,11 @@ def allocate_kv(model: Model, num_blocks: int, block_size: int, allocate: Alloca
         ) from error
 
 
-def largest_steps(config: EngineConfig, max_model_len: int, block: int) -> list[StepPlan]:
+def largest_steps(config: EngineConfig, max_model_len: int, block: int, expands: bool = False) -> list[StepPlan]:
     """Plans that take as much memory as any: all tokens of the budget, in as many prompts as there can be, so that all
-    of them sample; and the same requests with drafts, where more tokens are sampled than in any other step. All tokens
-    share one block: nobody reads the results."""
+    of them sample; the same requests with drafts, where more tokens are sampled than in any other step; and, of a model
+    that `expands` what its cache holds, the end of the longest prompt. All tokens share one block: nobody reads the
+    results."""
     tokens, most_drafts = config.scheduler.max_num_batched_tokens, config.speculation.most
     rows = max(1, min(config.scheduler.max_num_seqs, tokens))
     share = min(-(-tokens // rows), max_model_len - 1)
@@ -76,6 +77,11 @@ def largest_steps(config: EngineConfig, max_model_len: int, block: int) -> list[
     if most_drafts:
         drafts = min(most_drafts, max(1, (tokens - rows) // 2 // rows))
         steps.append(StepPlan.alike(rows, 0, 1 + drafts, decode=True, drafts=dict.fromkeys(range(rows), [0] * drafts)))
+    if expands:
+        longest = max_model_len - 1
+        new = min(tokens, longest)
+        whole = Admission(0, "warm-up", [0] * longest, longest, table, SamplingParams(), 0)
+        steps.append(StepPlan.alike(1, longest - new, new, decode=False, admissions=[whole]))
     return steps
 
 

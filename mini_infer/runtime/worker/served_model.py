@@ -11,7 +11,7 @@ import torch
 
 from mini_infer.attention.backend import Requirements
 from mini_infer.cache.layout import KVLayout
-from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, ModelConfig, Numerics, When
+from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, MLAForm, ModelConfig, Numerics, When
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.core.limits import Limits
 from mini_infer.kernels.ops import Kernels
@@ -116,6 +116,12 @@ class ServedModel:
         own = attention.num_kv_heads
         heads = self.parallel.part(own * self.parallel.size // attention.kv_copies, own)
         return Share(*layers, heads.start, heads.stop)
+
+    @property
+    def expands(self) -> bool:
+        """Whether prompts make keys and values of all that is cached of them."""
+        latent = self.spec.attention.latent
+        return latent is not None and latent.form is not MLAForm.absorbed
 
     @property
     def quantization(self) -> str:

@@ -20,12 +20,14 @@ from functools import partial
 
 import torch
 
+from mini_infer.attention.mla import EXPANDED_BYTES
 from mini_infer.cache.block_files import BlockFiles
 from mini_infer.cache.kv_store import Allocate
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AllReduce, EngineConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits
+from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.adapters import Adapters
@@ -79,6 +81,7 @@ class Worker:
         spec = self.target.spec
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
         self.served = [self.target] if self.draft is None else [self.target, self.draft]
+        self._expands = any(model.expands for model in self.served)
         self.block_bytes = sum(model.block_bytes for model in self.served)
         self.adapters: Adapters | None = None
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
@@ -157,7 +160,7 @@ class Worker:
         small = dataclasses.replace(limits, num_blocks=1, num_host_blocks=0)
         runner, models = self._make_runner(small, follows=True)
         scheduler, device = self._config.scheduler, self.device
-        largest = largest_steps(self._config, limits.max_model_len, block=0)
+        largest = self._largest_steps(limits, block=0)
         try:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
@@ -183,7 +186,11 @@ class Worker:
         taken = torch.cuda.max_memory_allocated(device) - before
         del runner, models, model
         torch.cuda.empty_cache()
-        return taken
+        # One prompt may expand less than many do together.
+        return taken + EXPANDED_BYTES * self._expands
+
+    def _largest_steps(self, limits: Limits, block: int) -> list[StepPlan]:
+        return largest_steps(self._config, limits.max_model_len, block, self._expands)
 
     def _bytes_of_graphs(self) -> int:
         """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
@@ -290,7 +297,7 @@ class Worker:
         if self.device.type == "cuda":
             hold_small_memory(self.device)
             padding_block = self.limits.num_blocks
-            for plan in largest_steps(self._config, self.limits.max_model_len, padding_block):
+            for plan in self._largest_steps(self.limits, padding_block):
                 for _ in self._modes():
                     self.runner.collect(self.runner.launch(plan))
 
