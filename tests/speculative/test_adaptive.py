@@ -11,7 +11,7 @@ from at_rate import accepted_at_rate
 from pairwise import pairwise
 
 from mini_infer.speculative.policy import StepTime, adaptive
-from mini_infer.speculative.policy.adaptive import INITIAL_BUDGET, MAX_BUDGET, OUTLIER, AdaptiveDraftLength
+from mini_infer.speculative.policy.adaptive import INITIAL_BUDGET, MAX_BUDGET, MAX_OWED, OUTLIER, AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
 
@@ -394,9 +394,9 @@ class TestBySeconds:
         assert played.speed >= 0.98
 
     @pytest.mark.parametrize("seconds", [None, 11.0])
-    def test_catching_up_and_indexing_are_paid_in_instalments(self, seconds: float | None) -> None:
+    def test_indexing_is_paid_in_instalments(self, seconds: float | None) -> None:
         policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
-        book(policy, ["a"], [0], [0], StepTime(seconds, draft_s=6.0, host_s=4.0))
+        book(policy, ["a"], [0], [0], StepTime(seconds, host_s=10.0))
         assert policy.budget == pytest.approx(INITIAL_BUDGET - 0.1)
         for _ in range(20):
             book(policy, ["a"], [0], [0], StepTime(speculative=False))
@@ -409,13 +409,38 @@ class TestBySeconds:
 
     def test_what_is_beyond_the_credit_is_paid_at_once(self) -> None:
         policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
-        book(policy, [], [], [], StepTime(draft_s=MAX_BUDGET + 2))
+        book(policy, [], [], [], StepTime(host_s=MAX_BUDGET + 2))
         assert policy.budget == pytest.approx(INITIAL_BUDGET - 2 - 0.01 * MAX_BUDGET)
 
     def test_a_burst_of_prompts_does_not_stop_drafts_that_pay(self) -> None:
         played = Timed(self.table, machine(), 0.9, rows=20, catching_up=1.0, steps=500)
         assert min(len(np.flatnonzero(lengths)) for lengths in played.lengths[50:200]) in (0, 20)
         assert np.mean(np.array(played.lengths[:200]) > 0) > 0.9
+
+    @pytest.mark.parametrize("rate", [0.55, 0.9])
+    def test_long_contexts_do_not_stop_drafts_that_pay(self, rate: float) -> None:
+        """160 steps at the start, for 20 requests that run for 1,000."""
+        played = Timed(machine(), machine(), rate, rows=20, catching_up=8.0, steps=1_000)
+        assert np.mean(np.array(played.lengths)[:, 0] > 0) > 0.9
+        assert played.lost[-1] < 0
+
+    @pytest.mark.parametrize("seconds", [None, 151.0])
+    def test_what_drafts_win_pays_for_contexts_before_it_is_lost(self, seconds: float | None) -> None:
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        book(policy, ["a"], [0], [0], StepTime(seconds, draft_s=150.0))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET)
+        while policy._owed:
+            book(policy, ["a"], [4], [4], UNTIMED)
+        assert policy.budget == pytest.approx(MAX_BUDGET)
+
+    def test_contexts_that_nothing_wins_back_stop_drafts(self) -> None:
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        for _ in range(2):
+            book(policy, ["a"], [0], [0], StepTime(draft_s=0.5 * MAX_OWED))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET)
+        book(policy, ["a"], [0], [0], StepTime(draft_s=INITIAL_BUDGET))
+        assert policy.budget == pytest.approx(0)
+        assert policy.choose(["a"], [4]) == [0]
 
     def test_waiting_in_vain_is_paid(self) -> None:
         policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)

@@ -17,6 +17,7 @@ from mini_infer.speculative.policy.estimates import AcceptanceRate, StepTimes, b
 
 INITIAL_BUDGET = 4.0  # a few steps whose drafts are all rejected
 MAX_BUDGET = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a 7B target
+MAX_OWED = 1_000.0  # for contexts: those of some 50 such waves of prompts
 OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts seldom become so much dearer
 _CATCHING_UP = 1.5  # times what drafting takes by itself
 _AMORTISED = 0.01  # of the deferred loss, each step: chance evens out over a hundred
@@ -34,6 +35,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self.costs, self.most, self._exploration = costs, most, exploration
         self.budget = INITIAL_BUDGET  # drafts are made while it is above zero
         self._deferred = 0.0  # loss that the budget is charged bit by bit
+        self._owed = 0.0  # for contexts that the draft model caught up on, until drafts win it
         self._to_explore = 0.0  # what exploration was granted beyond its cost: never above zero
         self._times = StepTimes()
         self._overall = AcceptanceRate(fade=0.997, accepted=7, trials=10)  # an optimistic start
@@ -74,8 +76,12 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if self._times.step % _REASK == 0:
             self._question = None
         kept = min(max(0.0, self._deferred), MAX_BUDGET) * (1 - _AMORTISED)  # a deferred gain counts at once
-        self.budget = min(MAX_BUDGET, self.budget + kept - self._deferred)
+        self.budget += kept - self._deferred
         self._deferred = kept
+        # What drafts win beyond the most they may keep pays for contexts.
+        owed = max(0.0, self._owed - max(0.0, self.budget - MAX_BUDGET))
+        self._owed = min(owed, MAX_OWED)
+        self.budget = min(self.budget, MAX_BUDGET) + self._owed - owed
         self._plain_before = not time.speculative
         self._num_empty += time.speculative and not drafts
         for request, drafted, accepted in drafts:
@@ -95,14 +101,17 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         lengths[: len(drafts)] = [drafted for _, drafted, _ in drafts]
         rates = self._acceptance([request for request, _, _ in drafts])
         gain = expected_accepted(rates, lengths[: len(drafts)]) / rows
-        expected, once, took = self._steps(lengths, time)
-        self.budget += 1 + gain - expected
-        self._to_explore -= max(0.0, expected + once - 1 - gain)
-        self._deferred += took - expected + gain - sum(accepted for _, _, accepted in drafts) / rows
+        expected, contexts, lookups, took = self._steps(lengths, time)
+        loss = expected - 1 - gain
+        self.budget -= loss
+        self._owed += contexts
+        if loss + lookups > 0:
+            self._to_explore -= loss + lookups + contexts
+        self._deferred += lookups + took - expected + gain - sum(accepted for _, _, accepted in drafts) / rows
 
-    def _steps(self, lengths: Array, time: StepTime) -> tuple[float, float, float]:
-        """What a step was expected to take, what it took that is done once for many, and what it took in all, in steps
-        without drafts. Learns from it."""
+    def _steps(self, lengths: Array, time: StepTime) -> tuple[float, float, float, float]:
+        """What a step was expected to take, what the draft model took for contexts, which it computes once for many
+        steps, what lookups took, and the step besides, in steps without drafts. Learns from it."""
         rows, longest = len(lengths), int(lengths.max())
         plain = self.costs.verify_seconds(rows)
         by_table = self.costs.step_seconds(lengths) / plain
@@ -110,15 +119,15 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         factor = self._times.relative(rows, longest)[-1]
         drafting_s = factor * self.costs.proposing_seconds(lengths)
         expected = by_table * factor + time.waited
-        # The draft model may catch up on contexts, and lookups may index a prompt.
-        once = (max(0.0, time.draft_s - drafting_s * (1 if time.seconds is None else OUTLIER)) + time.host_s) / plain
+        contexts = max(0.0, time.draft_s - drafting_s * (1 if time.seconds is None else OUTLIER)) / plain
+        lookups = time.host_s / plain  # which may index a prompt
         if time.seconds is None:
-            return expected, once, expected + once
+            return expected, contexts, lookups, expected
         steps = time.seconds / plain
         # A draft model that catches up after steps without drafts says nothing about steps with drafts in a row.
         if longest and not (self._plain_before and time.draft_s > _CATCHING_UP * drafting_s):
             self._times.learn(longest, rows, min(steps, OUTLIER * expected) / by_table)
-        return expected, once, once + min(steps - once, OUTLIER * expected)
+        return expected, contexts, lookups, min(steps - contexts - lookups, OUTLIER * expected)
 
     def _acceptance(self, requests: Sequence[Hashable]) -> Array:
         """[R] the acceptance rate of each request: the engine's, until its own is known."""
