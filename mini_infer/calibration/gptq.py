@@ -29,7 +29,8 @@ def gptq(
 
     Args:
         act_order: columns with the largest inputs first, while there is most left to make up with. Groups stay those of
-            neighbouring columns, with scales that were chosen before, so no reader needs to know of the order.
+            neighbouring columns, with scales that were chosen before, so no reader needs to know of the order. Without
+            it a group's scales are chosen when its turn comes, of weights that make up for the columns before it.
     """
     work, hessian = weight.float().clone(), gram.float().clone()
     rows, columns = work.shape
@@ -46,10 +47,20 @@ def gptq(
     zeros = None if quantized.zeros is None else spread_scales(quantized.zeros, form, work.shape)[:, order]
     codes = torch.empty(rows, columns, dtype=form.number.code_dtype, device=work.device)
     one = WeightFormat(form.number, symmetric=form.symmetric)
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
+    group = 0 if act_order else form.columns or 0
+    block = -(-BLOCK // group) * group if group else BLOCK  # of whole groups
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
         errors = torch.zeros(rows, stop - start, device=work.device)
         for j in range(start, stop):
+            if group and j % group == 0:
+                own, number = slice(j, j + group), j // group
+                found = fitted(work[:, own], form, importance[own], dtype)
+                quantized.scales[:, number] = found.scales[:, 0]
+                scales[:, own] = spread_scales(found.scales, form, work[:, own].shape)
+                if zeros is not None and quantized.zeros is not None and found.zeros is not None:
+                    quantized.zeros[:, number] = found.zeros[:, 0]
+                    zeros[:, own] = spread_scales(found.zeros, form, work[:, own].shape)
             column, scale = work[:, j, None], scales[:, j, None]
             zero = None if zeros is None else zeros[:, j, None]
             codes[:, j, None] = encode(column, scale, zero, one)
