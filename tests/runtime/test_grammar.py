@@ -291,19 +291,28 @@ class TestCompiling:
         monkeypatch.setattr(grammar_module, "_KEPT", 2)
         engine = dry()
         yes, no = regex("yes", n=3), regex("no")
-        assert not engine.grammars.knows(yes.grammar)
+        assert not engine.grammars.known(yes.grammar)
         engine.grammars.compile(yes.grammar)
-        assert engine.grammars.knows(yes.grammar)
+        assert engine.grammars.known(yes.grammar)
         engine.generate(["a", "b"], [yes, no])
         engine.generate("a", yes)
         assert [grammar.text for grammar in made] == ["yes", "no"]
         engine.generate("a", regex("maybe"))
         engine.generate(["a", "a"], [yes, no])
         assert [grammar.text for grammar in made] == ["yes", "no", "maybe", "no"], "the one not used for longest goes"
-        assert engine.grammars.knows(no.grammar)
-        assert engine.grammars.knows(yes.grammar), "and is used next"
+        assert engine.grammars.known(no.grammar)
+        assert engine.grammars.known(yes.grammar), "and is used next"
         engine.grammars.compile(regex("perhaps").grammar)
-        assert engine.grammars.knows(yes.grammar)
+        assert engine.grammars.known(yes.grammar)
+
+    def test_one_that_is_held_is_known_whatever_comes_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(grammar_module, "_KEPT", 1)
+        grammars, yes = dry().grammars, regex("yes").grammar
+        held = grammars.compile(yes)
+        grammars.compile(regex("no").grammar)
+        assert grammars.known(yes) is grammars.compile(yes) is held
+        del held
+        assert grammars.known(yes) is None
 
     def test_in_other_threads_while_the_engine_works(self) -> None:
         engine = dry()

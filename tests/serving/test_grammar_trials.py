@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,14 @@ import pytest
 
 from mini_infer import RequestError
 from mini_infer.core.sampling_params import Grammar
+from mini_infer.runtime.text import grammar as grammar_module
 from mini_infer.runtime.text.grammar import GrammarCompiler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer
+from mini_infer.serving.link.connection import Connection
+from mini_infer.serving.link.wire import Add
 from mini_infer.serving.processes import grammar_trials
 from mini_infer.serving.processes.grammar_trials import COMMAND, GrammarTrials, Trial
+from mini_infer.serving.processes.newcomers import Newcomers, Owner
 
 ENDLESS = '{"type": "integer", "multipleOf": %d}'
 MANY_OPTIONAL = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
@@ -78,3 +83,27 @@ def test_time_and_memory_end_a_trial_with_the_reason(monkeypatch: pytest.MonkeyP
     with pytest.raises(RequestError, match=f"more than {reason}"):
         Trial(trials, schema(ENDLESS % 10_000_019)).wait()
     trials.close()
+
+
+def test_a_grammar_that_came_through_is_there_when_its_request_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although so many came behind it that it is not kept any more."""
+    monkeypatch.setattr(grammar_module, "_KEPT", 1)
+    monkeypatch.setattr(Trial, "wait", lambda trial: 100)
+    made = []
+    compiled = grammar_module.CompiledGrammar
+    monkeypatch.setattr(grammar_module, "CompiledGrammar", lambda *args: made.append(args[0]) or compiled(*args))
+    grammars = GrammarCompiler(ByteTokenizer(), 261, [ByteTokenizer.EOS])
+    newcomers = Newcomers(grammars)
+    kinds = [Grammar.of(("regex", f"[ab]{{{n}}}")) for n in (1, 2, 3, 1)]
+    connection = Connection(socket.socket(), "a test")
+    for number, grammar in enumerate(kinds):
+        add = Add(number, [1], {"grammar": tuple(grammar)}, 0, "", True, 0.0, None)
+        assert newcomers.put(Owner(connection, number), add)
+        while newcomers._preparing:
+            newcomers.fetch_prepared()
+    assert made == kinds[:3], "the fourth waits beside the first"
+    while newcomers:
+        taken_in = newcomers.pop()
+        grammars.compile(Grammar.of(taken_in.add.params["grammar"]))
+    assert made == kinds[:3]
+    newcomers.close()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -40,9 +41,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._reading = threading.Lock()
-        self._lock = threading.Lock()  # of _compiled, held for a moment only: a known grammar waits for nobody's
+        self._lock = threading.Lock()  # of what is compiled, held for a moment only: a known grammar waits for nobody's
         self._masks: _Masks | None = None
         self._compiled: dict[Grammar, tuple[CompiledGrammar, int]] = {}  # and bytes; the one used last comes last
+        self._held: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()  # by whomever
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -53,13 +55,13 @@ class GrammarCompiler:
         end_ids = [token for token in self._eos_token_ids if token < size] or list(self._tokenizer.eos_token_ids)
         return Vocabulary(tokenizer, definition, size if self._tokenizer.vocab_size else 0, end_ids)
 
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether `compile` has it at once. It is kept as one that was just used, since that comes next."""
+    def known(self, grammar: Grammar) -> CompiledGrammar | None:
+        """What `compile` gives at once, for as long as somebody holds it; None where it has to be compiled."""
         with self._lock:
             kept = self._compiled.pop(grammar, None)
             if kept is not None:
                 self._compiled[grammar] = kept
-            return kept is not None
+            return self._held.get(grammar)
 
     def compile(self, grammar: Grammar, num_bytes: int = 0) -> CompiledGrammar:
         """May be called in any thread. The first call also reads the vocabulary, which takes about a second. Raises
@@ -68,17 +70,14 @@ class GrammarCompiler:
         Args:
             num_bytes: what the compiled grammar takes, if that is known.
         """
-        with self._lock:
-            kept = self._compiled.pop(grammar, None)
-            if kept is not None:
-                self._compiled[grammar] = kept
-                return kept[0]
+        if (known := self.known(grammar)) is not None:
+            return known
         with self._reading:
             if self._masks is None:
                 self._masks = _Masks(self.vocabulary, self._vocab_size)
         compiled = CompiledGrammar(grammar, self._masks)
         with self._lock:
-            self._compiled[grammar] = compiled, num_bytes
+            self._compiled[grammar], self._held[grammar] = (compiled, num_bytes), compiled
             while len(self._compiled) > _KEPT or sum(size for _, size in self._compiled.values()) > _KEPT_BYTES:
                 del self._compiled[next(iter(self._compiled))]
         return compiled

@@ -327,7 +327,7 @@ class EngineServer:
                 break
 
     def _add(self, newcomer: Newcomer) -> None:
-        owner, add, failure = newcomer
+        owner, add, failure, _ = newcomer
         request_id = _request_id(owner)
         try:
             if isinstance(failure, RequestError):  # which is kept: raised itself, it would hold this frame

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-from mini_infer.runtime.text.grammar import GrammarCompiler
+from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.serving.link.connection import Connection
 from mini_infer.serving.link.wire import Add, Refused
 from mini_infer.serving.processes.grammar_trials import GrammarTrials, Trial
@@ -86,6 +86,7 @@ class Newcomer(NamedTuple):
     owner: Owner
     add: Add
     failure: Exception | None  # what preparing it came to
+    grammar: CompiledGrammar | None  # held until the engine has the request: others may push it out
 
 
 @dataclass
@@ -93,6 +94,7 @@ class _Preparation:
     trial: Trial
     waiting: dict[Owner, Add] = field(default_factory=dict)
     failure: Exception | None = None
+    compiled: CompiledGrammar | None = None
 
 
 class Newcomers:
@@ -119,12 +121,13 @@ class Newcomers:
     def put(self, owner: Owner, add: Add) -> bool:
         """False where too many new grammars wait already."""
         given = add.params.get("grammar")
-        preparation, failure = None, None
+        preparation, failure, compiled = None, None, None
         try:
             if given is not None:
                 grammar = Grammar.of(given)
                 failure = self._refused.get(_digest(grammar))
-                if failure is None and not self._grammars.knows(grammar):
+                compiled = self._grammars.known(grammar)
+                if failure is None and compiled is None:
                     if grammar not in self._preparing and len(self._preparing) >= NEW_GRAMMARS:
                         return False
                     preparation = self._preparation(grammar)
@@ -132,7 +135,7 @@ class Newcomers:
         except Exception as error:  # whatever it is, it is this request's alone
             failure = error
         if preparation is None:
-            self._ready[owner] = Newcomer(owner, add, failure)
+            self._ready[owner] = Newcomer(owner, add, failure, compiled)
         else:
             preparation.waiting[owner] = add
         self.num_completions += num_completions(add)
@@ -161,7 +164,7 @@ class Newcomers:
                     del self._refused[next(iter(self._refused))]
             for owner, add in preparation.waiting.items():
                 del self._waits_for[owner]
-                self._ready[owner] = Newcomer(owner, add, preparation.failure)
+                self._ready[owner] = Newcomer(owner, add, preparation.failure, preparation.compiled)
 
     def pop(self) -> Newcomer:
         """The oldest that is ready."""
@@ -198,7 +201,7 @@ class Newcomers:
 
     def _work(self, grammar: Grammar, preparation: _Preparation) -> None:
         try:
-            self._grammars.compile(grammar, num_bytes=preparation.trial.wait())
+            preparation.compiled = self._grammars.compile(grammar, num_bytes=preparation.trial.wait())
         except Exception as error:
             preparation.failure = error
         self._prepared.append((grammar, preparation))
