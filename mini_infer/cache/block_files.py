@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mini_infer.core.config import CacheConfig
@@ -32,6 +33,7 @@ _MAGIC = b"minikv 1"
 _PART = ".part"  # of a file that is being written
 _ABANDONED_S = 3600.0
 _RETRY_S = 60.0  # after a write has failed
+_TOUCH_S = 30.0  # in which a file is touched once at most: what is in memory is used in every step
 _LOOKS = 16  # at the folder, while as much is written as it may hold
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,9 @@ class BlockFiles:
         self._file_bytes = _HEADER.size + block_bytes
         self._lock = threading.Lock()
         self._full_until = 0.0
+        self._used: dict[bytes, None] = {}  # that no file tells yet
+        self._touches_at = 0.0
+        self._toucher = ThreadPoolExecutor(1, "kv toucher")
         try:
             # Who can read KV can find out the prompts that it is of.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,6 +143,20 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             os.unlink(path)
         return False
+
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        """These blocks of a chain were used just now, in memory: a thread lets the files know from time to time, on all
+        ranks. For one thread, which waits for nothing."""
+        self._used.update(dict.fromkeys(hashes))
+        if (now := time.monotonic()) >= self._touches_at:
+            used, self._used, self._touches_at = self._used, {}, now + _TOUCH_S
+            self._toucher.submit(self._touch, list(used))
+
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in reversed(hashes):  # what a chain begins with is used last
+            for folder in (str(self.folder), *self.beside):
+                with contextlib.suppress(OSError):  # it is not written yet, or others have made room
+                    os.utime(_file(folder, block_hash))
 
     def _header(self, block_hash: bytes, parts: Iterable[memoryview]) -> bytes:
         crc = 0

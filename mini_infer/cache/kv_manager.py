@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mini_infer.cache.block_pool import BlockPool
-from mini_infer.cache.prefix_tiers import PrefixTiers
+from mini_infer.cache.prefix_tiers import PrefixFiles, PrefixTiers
 from mini_infer.cache.under_way import Transfers, UnderWay
 from mini_infer.core.config import CacheConfig, Layout
 from mini_infer.core.limits import Limits
@@ -72,7 +72,7 @@ class KVManager:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         host_prefixes: bool = False,  # what swapped requests leave of host memory is for prefixes
-        files: Container[bytes] | None = None,  # hashes of prefixes that lie in files, and where more can be written
+        files: PrefixFiles | None = None,  # hashes of prefixes that lie in files, and where more can be written
         hash_blocks: BlockHasher = chained_sha256,
     ) -> None:
         self._hash_blocks = hash_blocks
@@ -94,7 +94,7 @@ class KVManager:
         cls,
         cache: CacheConfig,
         limits: Limits,
-        files: Container[bytes] | None = None,
+        files: PrefixFiles | None = None,
         hash_blocks: BlockHasher = chained_sha256,
     ) -> KVManager:
         """Of an engine's settings."""

@@ -10,8 +10,8 @@ given to somebody else, and come back when a prompt asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.under_way import Transfers, UnderWay
@@ -22,6 +22,14 @@ SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of man
 # Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
 # given to others. So it is no more than an eighth of host memory either.
 WRITTEN_AT_ONCE = 256
+
+
+class PrefixFiles(Protocol):
+    """Hashes of prefixes that lie in files: cache/block_files.py."""
+
+    def __contains__(self, block_hash: object) -> bool: ...
+
+    def touch(self, hashes: Iterable[bytes]) -> None: ...
 
 
 class Saved(NamedTuple):
@@ -48,11 +56,10 @@ class PrefixTiers:
         transfers: Transfers,
         block_size: int,
         saves: bool,
-        files: Container[bytes] | None,
+        files: PrefixFiles | None,
     ) -> None:
         self._device, self._host, self._transfers, self._block_size = device, host, transfers, block_size
-        self.saves, self._writes = saves, files is not None
-        self._files: Container[bytes] = () if files is None else files
+        self.saves, self._files = saves, files
         self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
         self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
         self._unwritten: dict[bytes, None] = {}  # saved and in no file, in that order
@@ -64,11 +71,15 @@ class PrefixTiers:
             self._unsaved.update(dict.fromkeys(hashes))
 
     def freed(self, request: Request) -> None:
-        """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
+        """What the request has used is the last to be overwritten in host memory and in files, its beginning last of
+        all."""
         if self.saves:
-            saved = self._host.find(request.block_hashes[: request.num_committed_blocks])
+            used = request.block_hashes[: request.num_committed_blocks]
+            saved = self._host.find(used)
             self._host.share(saved)
             self._host.release(saved)
+            if self._files is not None:
+                self._files.touch(used)
             self._saves_now = bool(self._unsaved)
 
     def save(self) -> Transfer | None:
@@ -95,7 +106,7 @@ class PrefixTiers:
             last = request.num_reusable_tokens // self._block_size
             for block_hash in request.block_hashes[request.num_committed_blocks : last]:
                 block = self._host.block_of(block_hash)
-                if block is None and block_hash not in self._files:
+                if block is None and (self._files is None or block_hash not in self._files):
                     break
                 found.append(Saved(block_hash, block))
         return found
@@ -127,7 +138,7 @@ class PrefixTiers:
     def write(self) -> Transfer | None:
         """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
         What is evicted there before its turn comes is lost."""
-        if self.writing is not None or not self._unwritten:
+        if self._files is None or self.writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
         most = max(1, min(WRITTEN_AT_ONCE, self._host.num_blocks // 8))
@@ -148,7 +159,7 @@ class PrefixTiers:
         """The copies of a transfer have ended, which has brought these prefixes to host memory."""
         if transfer_id == self.writing:
             self.writing = None
-        elif request is None and self._writes:
+        elif request is None and self._files is not None:
             self._unwritten.update(dict.fromkeys(brought))
             while len(self._unwritten) > self._host.num_blocks:  # the oldest are there no more
                 del self._unwritten[next(iter(self._unwritten))]

@@ -118,6 +118,30 @@ def test_there_are_as_many_as_the_bound_allows_and_the_oldest_go_first(tmp_path:
     assert name(20) not in files
 
 
+def test_what_is_used_in_memory_goes_last_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [BlockFiles(str(tmp_path), f"rank {rank}", SIZE, 20 * 1100) for rank in range(2)]
+    ranks[0].beside = [str(ranks[1].folder)]
+    for number in range(19):
+        for files in ranks:
+            assert files.write(name(number), content(number))
+            os.utime(path_of(files, number), (number, number))
+    touched: list[list[bytes]] = []
+    touch = ranks[0]._touch
+    monkeypatch.setattr(ranks[0], "_touch", lambda hashes: (touched.append(hashes), touch(hashes)))
+    for _ in range(5):
+        ranks[0].touch([name(0), name(1), name(99)])
+    ranks[0]._touches_at = 0.0
+    ranks[0].touch([name(2)])
+    ranks[0]._toucher.shutdown()
+    assert touched == [[name(0), name(1), name(99)], [name(0), name(1), name(99), name(2)]], "not five times"
+    for files in ranks:
+        for number in range(19, 22):
+            assert files.write(name(number), content(number))
+        assert [number for number in range(6) if name(number) in files] == [0, 1, 2]
+        moments = [path_of(files, number).stat().st_mtime_ns for number in range(3)]
+        assert moments == sorted(moments, reverse=True)
+
+
 def test_a_folder_that_is_meddled_with_costs_blocks_and_no_error(tmp_path: Path) -> None:
     files = BlockFiles(str(tmp_path), "a model", SIZE, 20 * 1100)
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700

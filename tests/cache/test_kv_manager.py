@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from file_names import FileNames
 from integrity import check_kv
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager, PrefixMatch
@@ -287,8 +288,8 @@ class TestHostPrefixes:
 
 
 class TestFiles:
-    def pools(self, num_host_blocks: int = 8) -> tuple[KVManager, set[bytes]]:
-        files: set[bytes] = set()
+    def pools(self, num_host_blocks: int = 8) -> tuple[KVManager, FileNames]:
+        files = FileNames()
         kv = KVManager(4, 4, 16, num_host_blocks=num_host_blocks, host_prefixes=True, files=files)
         return kv, files
 
@@ -321,6 +322,16 @@ class TestFiles:
         assert kv.usage([again]).host_cached_blocks == 4
         assert [one.block is None for one in kv.tiers.find(request([*range(13)]))] == []
         check_kv(kv, [again])
+
+    def test_what_is_used_from_memory_touches_its_files(self) -> None:
+        kv, files = self.pools()
+        self.written(kv, files, list(range(12)))
+        files.touched.clear()
+        again = request(list(range(13)))
+        assert admitted(kv, again)
+        assert again.num_committed_blocks == 3, "on the device"
+        kv.free(again)
+        assert files.touched == again.block_hashes[:3]
 
     def test_nothing_behind_a_file_that_gave_nothing_has_arrived(self) -> None:
         kv, files = self.pools(num_host_blocks=4)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
+from file_names import FileNames
 from integrity import check_scheduler
 
 from mini_infer.cache.kv_manager import KVManager
@@ -31,7 +32,7 @@ class Bench:
         num_host_blocks: int = 0,
         prefix_caching: bool = False,
         host_prefixes: bool = False,
-        files: set[bytes] | None = None,
+        files: FileNames | None = None,
         **config,
     ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
@@ -816,7 +817,7 @@ def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
 
 
 def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load() -> None:
-    bench, again = returning(files=set())
+    bench, again = returning(files=FileNames())
     scheduler = bench.scheduler
     bench.abort(again)
     bench.add("beside", [300], max_tokens=1)

@@ -12,7 +12,7 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -314,6 +314,8 @@ class SomeFiles(dict[bytes, bytes]):
         if self._random.random() < 0.9:
             self[block_hash] = bytes(parts[0])
         return block_hash in self
+
+    def touch(self, hashes: Iterable[bytes]) -> None: ...
 
     def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
         known = self.pop(block_hash) if self._random.random() < 0.2 else self.get(block_hash)
