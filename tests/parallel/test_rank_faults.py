@@ -16,6 +16,7 @@ import torch
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.errors import ModelError, RankError
 from mini_infer.runtime.executor import fingerprints, rank_process
+from mini_infer.runtime.graphs.capture import GraphMemory, _try
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.worker import Worker
 
@@ -107,6 +108,32 @@ def test_a_rank_that_is_killed_while_it_starts_is_named(
     with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL"):
         make_engine().generate("def f(", SHORT)  # who dies last is missed then
     assert shared_memory() == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_no_memory_for_a_graph_is_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The other one is in a sum by then."""
+
+    def capture(worker: Worker) -> None:
+        memory = object.__new__(GraphMemory)
+        memory.device, memory.parallel = worker.device, worker._parallel
+
+        def run() -> None:
+            if worker._parallel.number == rank:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            worker._parallel.all_reduce(torch.ones(4))
+
+        assert _try(lambda size: memory.warm_up(run), 1, memory) is None
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(Worker, "capture", capture)
+    said = rf"(?s)^rank {rank} .*(Traceback.*rank 1 has|has) no GPU memory left for the first run of a CUDA graph"
+    started = time.monotonic()
+    with pytest.raises((RankError, ConfigError), match=said):
+        make_engine()
+    assert time.monotonic() - started < 60, "it has not waited for a group's timeout"
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])

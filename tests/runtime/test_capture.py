@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from fake_graphs import LoggingGraph, numbered
 
+from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.sampling.draw import NUM_PARAMS
+from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, batch_ladder
 from mini_infer.runtime.worker.request_states import RequestStates
@@ -99,6 +102,36 @@ def test_a_size_that_finds_no_memory_is_left_out(
     )
     assert log[-6:] == ["begin 2", "end 2", "replay 2", "begin 3", "end 3", "replay 3"]
     assert alive_when_emptied == [0, 0, 0], "at the start, and where what a size has taken is given back"
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("where", ["warm-up", "capture", "first launch"])
+def test_a_rank_that_others_wait_for_ends_where_it_finds_no_memory(where: str) -> None:
+    """While it captures nobody waits, and the size is left out on all of them."""
+    asked: list[bool] = []
+
+    def on_all_ranks(here: bool) -> bool:
+        asked.append(here)
+        return here
+
+    memory = GraphMemory(CPU, cast("ParallelContext", SimpleNamespace(size=2, number=1, on_all_ranks=on_all_ranks)))
+
+    def short(_: object = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+
+    def capture(size: int) -> SimpleNamespace:
+        memory.warm_up(short if where == "warm-up" else lambda: None)
+        if where == "capture":
+            short()
+        return SimpleNamespace(replay=short)
+
+    if where == "capture":
+        assert capture_sizes([64], capture, "tokens", memory, 0)[0] == {}
+        assert asked == [False]
+        return
+    with pytest.raises(ConfigError, match=r"^rank 1 has no GPU memory left .*: lower cache\.gpu_memory_utilization"):
+        capture_sizes([64], capture, "tokens", memory, 0)
+    assert asked == ([] if where == "warm-up" else [True])
 
 
 @pytest.mark.usefixtures("pretended_gpu")

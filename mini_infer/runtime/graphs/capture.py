@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mini_infer.core.errors import ConfigError
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.worker.startup import CaptureReport
 
@@ -40,9 +41,22 @@ class GraphMemory:
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Runs what is captured next, which compiles kernels and makes library handles: capture forbids both."""
-        run()
-        torch.cuda.synchronize(self.device)
+        self.run(run)
         torch.cuda.empty_cache()  # what it took is not the pool's
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Runs what the ranks of a stage run together, to its end. Raises ConfigError where this one finds no memory
+        for it: it is no use to leave it out, when the others wait for its part."""
+        try:
+            work()
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            if self.parallel.size == 1 or not _is_short(error):
+                raise
+            raise ConfigError(
+                f"rank {self.parallel.number} has no GPU memory left for the first run of a CUDA graph: lower "
+                "cache.gpu_memory_utilization, graphs.max_batch or graphs.max_prefill_tokens"
+            ) from error
 
 
 class ThreadsGraph(torch.cuda.CUDAGraph):
@@ -146,18 +160,16 @@ def _progress_bar(items: Sequence[Size], title: str) -> Iterable[Size]:
 
 
 def _try(capture: Callable[[Size], Captured], size: Size, memory: GraphMemory) -> Captured | None:
-    """None where it finds no memory, on any rank: they replay alike."""
+    """None where capturing it finds no memory, on any rank: they replay alike."""
     captured = _unless_short(lambda: capture(size))
     if not memory.parallel.on_all_ranks(captured is not None):
         return None
 
     def replay(graphs: Any) -> Captured:
-        graphs.replay()  # of padding: the first launch of a graph takes memory
-        torch.cuda.synchronize(memory.device)
+        memory.run(graphs.replay)  # of padding: the first launch of a graph takes memory
         return graphs
 
-    captured = _unless_short(lambda: replay(captured))
-    return captured if memory.parallel.on_all_ranks(captured is not None) else None
+    return _unless_short(lambda: replay(captured))
 
 
 def _unless_short(work: Callable[[], Captured]) -> Captured | None:
@@ -165,7 +177,11 @@ def _unless_short(work: Callable[[], Captured]) -> Captured | None:
     try:
         return work()
     except RuntimeError as error:
-        # The driver takes memory for a graph by itself, and has no error of its own.
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        if _is_short(error):
             return None
         raise
+
+
+def _is_short(error: RuntimeError) -> bool:
+    """The driver takes memory for a graph by itself, and has no error of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
