@@ -250,7 +250,7 @@ def _groups_of_rows(batch: AttentionBatch, attention: ModelAttention) -> np.ndar
     EXPANDED_BYTES, or it is a single row."""
     block_size, (latent, head) = attention.store.block_size, _token_bytes(_up(attention))
     most, group, taken, groups = EXPANDED_BYTES // ((latent + head) * block_size), 0, 0, []
-    for blocks in -(-_lens(batch) // block_size):
+    for blocks in (-(-_lens(batch) // block_size)).tolist():
         if taken and taken + blocks > most:
             group, taken = group + 1, 0
         taken += blocks
