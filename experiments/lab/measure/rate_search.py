@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.lab import check
 from experiments.lab.judge import formulas
+from experiments.lab.judge.knees import FOUND, KEPT, PASS
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
@@ -19,8 +20,6 @@ from mini_infer.core.errors import ConfigError
 if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
-FOUND = "slo_rate_rps"  # the metric that a search gives
-KEPT = "slo_share"  # and the one that it looks at
 MOST_STEPS = 8
 ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, say
 
@@ -66,7 +65,7 @@ class RateSearch:
         """One a rate."""
         counts = {"workload.count": [math.ceil(rate * self.seconds) for rate in self.rates]} if self.seconds else {}
         return [
-            Point(f"search at {rate:g}/s", {**self.at, RATE: rate, **{key: own[index] for key, own in counts.items()}})
+            Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **{key: own[index] for key, own in counts.items()}})
             for index, rate in enumerate(self.rates)
         ]
 

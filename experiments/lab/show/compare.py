@@ -85,6 +85,8 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
             return (*shown, MISSING, f"{text} in {name}")
         if sheet.info.fails(variant, point):
             return (*shown, MISSING, f"gate FAILED in {name}")
+    if not stats.in_range(theirs) or not stats.in_range(ours):
+        return (*shown, MISSING, "a knee outside of the range")
     every = {*theirs.values(), *ours.values()}
     if len(every) == 1:
         return (*shown, "1" if every != {0.0} else MISSING, "the same")

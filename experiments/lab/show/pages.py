@@ -124,7 +124,7 @@ def _beside_others(result: Result) -> list[str]:
             own = effects.namesake(info, peer) or variant
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
-                ours, theirs = (wording.value(each.median, metric, info) for each in (pair.own, pair.base))
+                ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 name, gain = _named(info, peer), pair.gain
                 compared.setdefault(f"{info.variants[own]} {ours}", []).append(
                     f"{wording.number(gain.median)}x as good as {name} ({theirs})"

@@ -1,0 +1,38 @@
+"""Where the knees of a run's searches lie, by the passes that each search has made: rate_search.py makes them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.lab.judge.stats import Kept
+from experiments.lab.spec import RATE
+from experiments.lab.store.rows import Row, Turn
+
+FOUND = "slo_rate_rps"  # the metric that a search gives
+KEPT = "slo_share"  # and the one that it looks at
+PASS = "search at "  # begins the name of the point of each of its passes
+
+
+def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:
+    """The rows, with those of searches that came to an end as `Kept`, also where the knee lies outside of the range."""
+    if not any(row.metric == FOUND for row in rows):
+        return list(rows)
+    least = config["experiment"]["search"]["share"]
+    passes = defaultdict[tuple[str, Turn], list[Row]](list)
+    for row in rows:
+        if row.metric == KEPT and row.valid and PASS in row.point:
+            passes[row.variant, (row.process, row.repeat)].append(row)
+
+    def knee(found: Row) -> Row:
+        at = points[found.point].items()
+        own = [row for row in passes[found.variant, (found.process, found.repeat)] if at <= points[row.point].items()]
+        kept = [points[row.point][RATE] for row in own if row.value >= least]
+        missed = [points[row.point][RATE] for row in own if row.value < least]
+        value = Kept(max(kept, default=0.0), min(missed, default=math.inf))
+        return replace(found, value=value, valid=True, reason="") if own else found
+
+    return [knee(row) if row.metric == FOUND and not row.is_fault and not row.is_absent else row for row in rows]
