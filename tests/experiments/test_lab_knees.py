@@ -131,6 +131,14 @@ def test_a_search_that_was_not_decided_and_a_peer_that_is_not_there_have_no_knee
     assert [(value, value.missed) for value in values] == [(20, 40), (20, 40)]
 
 
+def test_a_figure_of_some_points_alone_has_rows_at_others():
+    result = searched([25, 30, 35], [25, 30, 35])
+    some = {name: settings for name, settings in result.info.points.items() if name != "search"}
+    assert replace(result, info=replace(result.info, points=some)).table.values("base", "search", "slo_rate_rps")
+    alone = replace(result, info=replace(result.info, points={"search": {}}))
+    assert told(alone) == "20 [20, 20]"  # without its passes nobody knows what was missed
+
+
 def test_values_that_are_no_knees_are_estimated_as_ever():
     values = {(0, 0): 20.0, (0, 1): 40.0}
     knee = {turn: Kept(value, math.inf) for turn, value in values.items()}
