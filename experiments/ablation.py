@@ -57,7 +57,7 @@ class Ablation(Experiment):
             spec = spec.with_predictions()
         self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
         # What is only simulated asks nothing of this machine.
-        self.device = Device.cpu if self._simulated else schema.engine_config(config.engine).model.device
+        self.device = Device.cpu if self._simulated else self.engine.model.device
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         again = self.settings.aa
         if again is Again.always or (again is Again.auto and hardware.resolve(self.device) == "cuda"):

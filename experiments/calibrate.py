@@ -95,22 +95,21 @@ class Calibrate(Experiment):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine = schema.engine_config(config.engine)
-        self.device = self._engine.model.device
+        self.device = self.engine.model.device
         if self.settings.processes > 1:
             raise ConfigError("one process calibrates: set measure.processes=1")
-        parallel = self._engine.parallel
-        if parallel.replicas > 1 or parallel.pipeline > 1 or self._engine.speculation.most:
+        parallel = self.engine.parallel
+        if parallel.replicas > 1 or parallel.pipeline > 1 or self.engine.speculation.most:
             raise ConfigError(
                 "one engine without stages and drafts is calibrated: set engine.parallel.replicas=1, "
                 "engine.parallel.pipeline=1 and engine/speculation=none"
             )
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
-        self._name = config.axes.model or self._engine.model.path.rstrip("/").rpartition("/")[2]
+        self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]
 
     def measure(self, steps: Steps) -> Findings:
-        engine = LLMEngine(self._engine)
+        engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
             loads = dict(self._loads(engine))
@@ -157,8 +156,8 @@ class Calibrate(Experiment):
     def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
         """Of those that the experiment names, the ones that fit."""
         spec, limits = self.spec, engine.executor.limits
-        capacity = MARGIN * limits.num_blocks * self._engine.cache.block_size
-        most, block = self._engine.scheduler.max_num_seqs, self._engine.cache.block_size
+        capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
+        most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
 
         def fits(load: Sequence[Arrival], at_once: int) -> bool:
             longest = max(a.prompt_tokens + a.output_tokens for a in load)
@@ -197,11 +196,11 @@ class Calibrate(Experiment):
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
 
     def _layout(self, device: str) -> Layout:
-        return Layout.of(self._engine, *costs.served(self._engine, device), device, self.threads)
+        return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
 
     def _block_s(self) -> float:
         """As far as the ceilings of this machine know."""
-        target = Simulator(self.chosen, self.threads).target(self._engine)
+        target = Simulator(self.chosen, self.threads).target(self.engine)
         return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 
 

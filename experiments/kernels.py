@@ -121,9 +121,8 @@ class KernelSweep(Experiment):
         super().__init__(config)
         spec = self.spec
         self.baseline = spec.baseline
-        self._model = schema.engine_config(config.engine).model
         self._peers = schema.build(PeerSettings, config.peers, "peers")
-        self.device = self._model.device
+        self.device = self.engine.model.device
         self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         self.metrics = {name: METRICS[name] for name in spec.metrics}
         pairs = _points(spec.sweeps)
@@ -133,7 +132,7 @@ class KernelSweep(Experiment):
             self._case(point, torch.device("meta"))  # to find mistakes in its shape
 
     def measure(self, steps: Steps) -> Findings:
-        device = resolve_device(self._model)
+        device = resolve_device(self.engine.model)
         known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []

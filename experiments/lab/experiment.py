@@ -60,6 +60,7 @@ class Experiment:
     Attributes:
         settings: measure.* of the config.
         chosen: what `hardware=<name>` put into the config.
+        engine: settings of the engine, before any variant changes them.
         threads: of torch.
         device: on which it measures.
         aa: the variant that is the baseline a second time.
@@ -79,6 +80,7 @@ class Experiment:
         self.spec = schema.experiment_spec(self.spec_class, config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.engine = schema.engine_config(config.engine)
         self.threads = self.settings.threads or torch.get_num_threads()
 
     @classmethod

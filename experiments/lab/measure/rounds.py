@@ -54,9 +54,15 @@ def run(rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], st
 
 
 class Probe(Experiment):
-    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole.
 
-    timed: Sequence[tuple[str, Point]]
+    Attributes:
+        timed: where it is not every variant at every point.
+        repeat: the number of the one that is measured.
+    """
+
+    timed: Sequence[tuple[str, Point]] = ()
+    repeat = 0
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         """One measurement: metric -> value, None where a sample is too small for it."""
@@ -72,6 +78,7 @@ class Probe(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         repeats = self.settings.repeats
+        self.timed = self.timed or [(variant, point) for variant in self.variants for point in self.points]
         steps.plan(repeats * len(self.timed))
         rows: list[Row] = []
         names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
@@ -79,7 +86,7 @@ class Probe(Experiment):
         return Findings(rows, status=outcome.status, error=outcome.error)
 
     def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
-        found: list[Row] = []
+        self.repeat, found = repeat, list[Row]()
         for variant, point in stats.abba(self.timed, repeat):
             label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
             steps.next(f"{label}{point.name}, {name}")
