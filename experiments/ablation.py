@@ -19,10 +19,11 @@ from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.subjects import Kind, require_servable
+from experiments.lab.measure.subjects import require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
@@ -168,7 +169,7 @@ class Ablation(Experiment):
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
                 for repeat, point in profiled
             ]
-            outcome = rounds.run(work, lambda: session.begun)
+            status, error = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
@@ -180,8 +181,8 @@ class Ablation(Experiment):
             rows=[*rows, *searches.rows, *session.profile_rows],
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             steps=[row for found in ledger.rounds for row in found.steps],
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),

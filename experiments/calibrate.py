@@ -114,13 +114,14 @@ class Calibrate(Experiment):
         with closing(engine):
             loads = dict(self._loads(engine))
             steps.plan(len(PASSES) * len(loads))
-            work = [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
-            outcome = rounds.run(work)
+            status, error = rounds.run(
+                [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
+            )
         found = self._fitted([*rows[FIT], *rows[CHECK]])
         return Findings(
             [row for kind, of_kind in found[1].items() for row in _rows(KINDS[kind], of_kind)],
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             steps=[*rows[FIT], *rows[CHECK]],
         )
 
@@ -208,10 +209,10 @@ _USUAL = ("none", "model's", "fast")
 
 
 def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
-    """Of one or several passes; rows that are older than the columns that this needs are left out."""
+    """Of one or several passes."""
     found = []
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
-        own = [row for row in group if row.decode_context is not None]
+        own = list(group)
         spans = [
             Span(
                 row.start_s,

@@ -61,7 +61,8 @@ class Case:
     down: float = 0.0
 
     def __post_init__(self) -> None:
-        check.above_zero("experiment.cases", self, "replicas", "routers", "load")
+        check.at_least("experiment.cases", self, 1, "replicas", "routers")
+        check.above_zero("experiment.cases", self, "load")
         if not 0 <= self.swing < 1 or not 0 <= self.down < 1:
             raise ConfigError(f"swing and down of a fleet must be from 0 to less than 1, got {self}")
 

@@ -138,13 +138,13 @@ class KernelSweep(Experiment):
         found: list[_At] = []
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
-            outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
+            status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent: dict[tuple[str, str], list[str]] = {}
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):
                 absent.setdefault(missing, []).append(at.point.name)
         notes = [self._absence(*missing, where) for missing, where in absent.items()]
-        if outcome.error is None and not any(row.valid for at in found for row in at.rows):
+        if error is None and not any(row.valid for at in found for row in at.rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
@@ -152,8 +152,8 @@ class KernelSweep(Experiment):
             notes.append(f"Utilization is left out, because {known.problem}.")
         return Findings(
             [row for at in found for row in at.rows],
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             ceilings=known.ceilings,
             notes=notes,
             error_gates=[gate for at in found for gate in at.gates],

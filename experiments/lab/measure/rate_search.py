@@ -63,11 +63,11 @@ class RateSearch:
     @property
     def points(self) -> list[Point]:
         """One a rate."""
-        counts = {"workload.count": [math.ceil(rate * self.seconds) for rate in self.rates]} if self.seconds else {}
-        return [
-            Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **{key: own[index] for key, own in counts.items()}})
-            for index, rate in enumerate(self.rates)
-        ]
+
+        def lasting(rate: float) -> dict[str, int]:
+            return {"workload.count": math.ceil(rate * self.seconds)} if self.seconds else {}
+
+        return [Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **lasting(rate)}) for rate in self.rates]
 
     @property
     def result(self) -> list[Point]:

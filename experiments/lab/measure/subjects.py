@@ -26,8 +26,6 @@ from mini_infer.modeling.loader import as_served, load_spec, outline, resolve_de
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
-__all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
-
 
 class EngineSubject:
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""

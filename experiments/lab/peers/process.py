@@ -106,7 +106,8 @@ class PeerProcess:
         if self._closed:
             return
         self._closed = True
-        self._kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._pipe.close()
         end = time.monotonic() + GONE_S
@@ -142,13 +143,6 @@ class PeerProcess:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
-
-    def _kill(self) -> None:
-        if not hasattr(os, "killpg"):
-            self._process.kill()
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _runs(group: int) -> bool:
