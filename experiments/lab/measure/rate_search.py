@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
 MOST_STEPS = 8
+OUTSIDE = f"{NOT_SHOWN}the knee lies outside of the range"  # the notes say on which side, and so do the passes
 ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, say
 
 
@@ -116,19 +117,14 @@ class Searches:
                 bursts.add(settings.rates[index])
             return kept.value >= settings.share
 
-        value, reason, rates = 0.0, "", settings.rates
+        rates = settings.rates
         try:
             found = bisect_left(range(len(points)), True, key=lambda index: not meets(index)) - 1
         except Undecided as why:
-            reason = str(why)
+            value, reason = 0.0, str(why)
         else:
-            kept = f"the SLO ({100 * shares[max(found, 0)]:.0f} % of the requests did)"
-            if found < 0:
-                reason = f"{NOT_SHOWN}the knee lies below the range: not even {rates[0]:g}/s met {kept}"
-            elif found == len(rates) - 1:
-                reason = f"{NOT_SHOWN}the knee lies above the range: even {rates[found]:g}/s met {kept}"
-            else:
-                value = rates[found]
+            inside = 0 <= found < len(rates) - 1
+            value, reason = (rates[found], "") if inside else (0.0, OUTSIDE)
             self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         if bursts:
             label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))

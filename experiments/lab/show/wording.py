@@ -186,7 +186,7 @@ def bound(claim: Claim, info: RunInfo) -> str:
 
 def measured(judgement: Judgement, info: RunInfo) -> str:
     if judgement.estimate is None:
-        return "-"
+        return NOTHING
     bound = judgement.claim.bound
     unit = "" if bound.is_ratio else f" {info.metrics[judgement.claim.metric].unit}"
     return interval(judgement.estimate, "x" if bound.is_ratio else "") + unit.rstrip()
