@@ -45,7 +45,6 @@ KEPT = (
 class Ablation(Experiment):
     """For every repeat, point and variant, in ABBA order: an engine, a warm-up on other prompts, a timed pass."""
 
-    spec_class = AblationSpec
     spec: AblationSpec
 
     def __init__(self, config: DictConfig) -> None:

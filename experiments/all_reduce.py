@@ -43,7 +43,6 @@ class AllReduceSpec(RanksSpec):
 
 
 class AllReduceExperiment(OverRanks):
-    spec_class = AllReduceSpec
     spec: AllReduceSpec
     baseline = LIBRARY
     reference = REFERENCE

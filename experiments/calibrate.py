@@ -87,7 +87,6 @@ class Arrival:
 
 
 class Calibrate(Experiment):
-    spec_class = CalibrateSpec
     spec: CalibrateSpec
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
     metrics: Mapping[str, Metric] = METRICS

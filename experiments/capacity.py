@@ -109,7 +109,6 @@ class Plan(NamedTuple):
 
 
 class Capacity(Experiment):
-    spec_class = CapacitySpec
     spec: CapacitySpec
     device = Device.cpu  # whatever is simulated
     variants: Mapping[str, str] = {VARIANT: "simulated"}

@@ -71,7 +71,6 @@ class CeilingsSpec(ExperimentSpec):
 
 
 class CeilingsExperiment(Probe):
-    spec_class = CeilingsSpec
     spec: CeilingsSpec
 
     def __init__(self, config: DictConfig) -> None:

@@ -117,7 +117,6 @@ class DisaggregationSpec(ExperimentSpec):
 
 
 class Disaggregation(Probe):
-    spec_class = DisaggregationSpec
     spec: DisaggregationSpec
     baseline = TOGETHER
     metrics: Mapping[str, Metric] = METRICS

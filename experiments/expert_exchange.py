@@ -63,7 +63,6 @@ class ExpertExchangeSpec(RanksSpec):
 
 
 class ExpertExchangeExperiment(OverRanks):
-    spec_class = ExpertExchangeSpec
     spec: ExpertExchangeSpec
     baseline = Dispatch.padded.value
     reference = "the layer on one rank in fp32"

@@ -66,7 +66,6 @@ class ExpertQuantizationSpec(ExperimentSpec):
 
 
 class ExpertQuantization(Probe):
-    spec_class = ExpertQuantizationSpec
     spec: ExpertQuantizationSpec
     device = Device.cpu
     metrics: Mapping[str, Metric] = METRICS

@@ -118,7 +118,6 @@ class _Seen(NamedTuple):
 
 
 class Fleet(Probe):
-    spec_class = FleetSpec
     spec: FleetSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "simulated"}

@@ -114,7 +114,6 @@ class KernelSpec(ExperimentSpec):
 
 
 class KernelSweep(Experiment):
-    spec_class = KernelSpec
     spec: KernelSpec
 
     def __init__(self, config: DictConfig) -> None:

@@ -114,7 +114,6 @@ class QuantizationSpec(ExperimentSpec):
 
 
 class Quantization(Probe):
-    spec_class = QuantizationSpec
     spec: QuantizationSpec
     device = Device.cpu
     metrics: Mapping[str, Metric] = METRICS

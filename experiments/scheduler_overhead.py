@@ -68,7 +68,6 @@ class OverheadSpec(ExperimentSpec):
 
 
 class SchedulerOverhead(Probe):
-    spec_class = OverheadSpec
     spec: OverheadSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}

@@ -75,7 +75,6 @@ class SpeedSpec(ExperimentSpec):
 
 
 class SimulatorSpeed(Probe):
-    spec_class = SpeedSpec
     spec: SpeedSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer's simulator"}
