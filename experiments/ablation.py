@@ -19,10 +19,11 @@ from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.subjects import Kind, require_servable
+from experiments.lab.measure.subjects import require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
@@ -44,7 +45,6 @@ KEPT = (
 class Ablation(Experiment):
     """For every repeat, point and variant, in ABBA order: an engine, a warm-up on other prompts, a timed pass."""
 
-    spec_class = AblationSpec
     spec: AblationSpec
 
     def __init__(self, config: DictConfig) -> None:
@@ -57,7 +57,7 @@ class Ablation(Experiment):
             spec = spec.with_predictions()
         self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
         # What is only simulated asks nothing of this machine.
-        self.device = Device.cpu if self._simulated else schema.engine_config(config.engine).model.device
+        self.device = Device.cpu if self._simulated else self.engine.model.device
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         again = self.settings.aa
         if again is Again.always or (again is Again.auto and hardware.resolve(self.device) == "cuda"):
@@ -168,7 +168,7 @@ class Ablation(Experiment):
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
                 for repeat, point in profiled
             ]
-            outcome = rounds.run(work, lambda: session.begun)
+            status, error = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
@@ -180,8 +180,8 @@ class Ablation(Experiment):
             rows=[*rows, *searches.rows, *session.profile_rows],
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             steps=[row for found in ledger.rounds for row in found.steps],
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),

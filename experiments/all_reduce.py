@@ -12,13 +12,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from experiments.lab import points, schema
+from experiments.lab import check, points
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error, worst
 from experiments.lab.measure import hardware
 from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
 from mini_infer.core.config import Device, KernelChoice, ModelConfig
-from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels, select_kernels
 from mini_infer.modeling.loader import resolve_device
@@ -40,32 +39,25 @@ class AllReduceSpec(RanksSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.rows or min(*self.rows, self.hidden) < 1:
-            raise ConfigError(
-                "experiment.rows must be a list of numbers from 1 on, and experiment.hidden at least 1; got "
-                f"{self.rows}, {self.hidden}"
-            )
+        check.at_least("experiment", self, 1, "rows", "hidden")
 
 
 class AllReduceExperiment(OverRanks):
-    spec_class = AllReduceSpec
     spec: AllReduceSpec
     baseline = LIBRARY
     reference = REFERENCE
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        model = schema.engine_config(config.engine).model
-        device = hardware.resolve(model.device)
+        device = hardware.resolve(self.engine.model.device)
         self.device = Device(device)
-        self.make = partial(_Rank, model=model, spec=self.spec)
+        self.make = partial(_Rank, model=self.engine.model, spec=self.spec)
         self.variants = {
             LIBRARY: "NCCL, then the norm" if device == "cuda" else "gloo, then the norm",
             OURS: "one kernel",
         }
         self.metrics = {"time_us": Metric("time of a sum, with residual and norm", "µs", Better.lower)}
         self.points = [points.point({"rows": rows}) for rows in self.spec.rows]
-        self.timed = [(variant, point) for variant in self.variants for point in self.points]
 
 
 class _Rank:

@@ -87,7 +87,6 @@ class Arrival:
 
 
 class Calibrate(Experiment):
-    spec_class = CalibrateSpec
     spec: CalibrateSpec
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
     metrics: Mapping[str, Metric] = METRICS
@@ -95,33 +94,33 @@ class Calibrate(Experiment):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine = schema.engine_config(config.engine)
-        self.device = self._engine.model.device
+        self.device = self.engine.model.device
         if self.settings.processes > 1:
             raise ConfigError("one process calibrates: set measure.processes=1")
-        parallel = self._engine.parallel
-        if parallel.replicas > 1 or parallel.pipeline > 1 or self._engine.speculation.most:
+        parallel = self.engine.parallel
+        if parallel.replicas > 1 or parallel.pipeline > 1 or self.engine.speculation.most:
             raise ConfigError(
                 "one engine without stages and drafts is calibrated: set engine.parallel.replicas=1, "
                 "engine.parallel.pipeline=1 and engine/speculation=none"
             )
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
-        self._name = config.axes.model or self._engine.model.path.rstrip("/").rpartition("/")[2]
+        self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]
 
     def measure(self, steps: Steps) -> Findings:
-        engine = LLMEngine(self._engine)
+        engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
             loads = dict(self._loads(engine))
             steps.plan(len(PASSES) * len(loads))
-            work = [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
-            outcome = rounds.run(work)
+            status, error = rounds.run(
+                [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
+            )
         found = self._fitted([*rows[FIT], *rows[CHECK]])
         return Findings(
             [row for kind, of_kind in found[1].items() for row in _rows(KINDS[kind], of_kind)],
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             steps=[*rows[FIT], *rows[CHECK]],
         )
 
@@ -157,8 +156,8 @@ class Calibrate(Experiment):
     def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
         """Of those that the experiment names, the ones that fit."""
         spec, limits = self.spec, engine.executor.limits
-        capacity = MARGIN * limits.num_blocks * self._engine.cache.block_size
-        most, block = self._engine.scheduler.max_num_seqs, self._engine.cache.block_size
+        capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
+        most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
 
         def fits(load: Sequence[Arrival], at_once: int) -> bool:
             longest = max(a.prompt_tokens + a.output_tokens for a in load)
@@ -197,11 +196,11 @@ class Calibrate(Experiment):
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
 
     def _layout(self, device: str) -> Layout:
-        return Layout.of(self._engine, *costs.served(self._engine, device), device, self.threads)
+        return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
 
     def _block_s(self) -> float:
         """As far as the ceilings of this machine know."""
-        target = Simulator(self.chosen, self.threads).target(self._engine)
+        target = Simulator(self.chosen, self.threads).target(self.engine)
         return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 
 
@@ -209,10 +208,10 @@ _USUAL = ("none", "model's", "fast")
 
 
 def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
-    """Of one or several passes; rows that are older than the columns that this needs are left out."""
+    """Of one or several passes."""
     found = []
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
-        own = [row for row in group if row.decode_context is not None]
+        own = list(group)
         spans = [
             Span(
                 row.start_s,

@@ -66,8 +66,8 @@ class CapacitySpec(ExperimentSpec):
     def __post_init__(self) -> None:
         if not self.slo.bounds:
             raise ConfigError("experiment.slo has no bound: give experiment.slo.ttft_ms, tpot_ms, itl_ms or e2e_ms")
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"experiment.share must be above 0 and at most 1, got {self.share}")
+        check.above_zero("experiment", self, "share")
+        check.share("experiment", self, "share")
         check.at_least("experiment", self, 1, "most_replicas")
         for key, values in self.settings.items():
             known = key.startswith("engine.") or key == PREFILL_SHARE
@@ -109,7 +109,6 @@ class Plan(NamedTuple):
 
 
 class Capacity(Experiment):
-    spec_class = CapacitySpec
     spec: CapacitySpec
     device = Device.cpu  # whatever is simulated
     variants: Mapping[str, str] = {VARIANT: "simulated"}

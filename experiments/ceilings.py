@@ -71,12 +71,11 @@ class CeilingsSpec(ExperimentSpec):
 
 
 class CeilingsExperiment(Probe):
-    spec_class = CeilingsSpec
     spec: CeilingsSpec
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        spec, device = self.spec, hardware.resolve(schema.engine_config(config.engine).model.device)
+        spec, device = self.spec, hardware.resolve(self.engine.model.device)
         self.device = Device(device)
         # A CPU is measured with one thread as well.
         self._threads: dict[str, int | None] = {ALL: self.threads if device == "cpu" else None}
@@ -98,7 +97,6 @@ class CeilingsExperiment(Probe):
         self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib[device])]
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
-        self.timed = [(variant, point) for variant in self.variants for point in self.points]
         paths = schema.build(schema.Paths, config.paths, "paths")
         folder = ROOT / ("conf" if paths.recorded else paths.results) / "hardware"
         self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None

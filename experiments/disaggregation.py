@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import check, points
 from experiments.lab.experiment import Findings
 from experiments.lab.judge import stats, validity
 from experiments.lab.judge.gate import Gate, compare
@@ -33,7 +33,6 @@ from experiments.lab.workloads.base import gamma_times
 from mini_infer import SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed
-from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.engines import ways_to_make
 
@@ -113,15 +112,11 @@ class DisaggregationSpec(ExperimentSpec):
     keep_engines: bool = False
 
     def __post_init__(self) -> None:
-        if not self.prompt_tokens or min(self.prompt_tokens) < 2 or min(self.prompts, self.count) < 1:
-            raise ConfigError(
-                "experiment.prompt_tokens must be lengths from 2 on, and experiment.prompts and experiment.count at "
-                f"least 1; got {list(self.prompt_tokens)}, {self.prompts} and {self.count}"
-            )
+        check.at_least("experiment", self, 2, "prompt_tokens")
+        check.at_least("experiment", self, 1, "prompts", "count")
 
 
 class Disaggregation(Probe):
-    spec_class = DisaggregationSpec
     spec: DisaggregationSpec
     baseline = TOGETHER
     metrics: Mapping[str, Metric] = METRICS
@@ -129,8 +124,7 @@ class Disaggregation(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine, spec = schema.engine_config(config.engine), self.spec
-        self.device = self._engine.model.device
+        spec, self.device = self.spec, self.engine.model.device
         self._rng = np.random.default_rng(self.settings.seed)
         alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._mixes = {mix.name: mix for mix in spec.mixes}
@@ -145,7 +139,7 @@ class Disaggregation(Probe):
     def measure(self, steps: Steps) -> Findings:
         with _Engines(self.spec.keep_engines) as self._engines:
             if self.spec.keep_engines:
-                self._engines.start([_config(self._engine, variant) for variant in ROLES])
+                self._engines.start([_config(self.engine, variant) for variant in ROLES])
             gates = self._gates() if self.settings.gates else []
             self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
             found = super().measure(steps)
@@ -153,7 +147,7 @@ class Disaggregation(Probe):
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         engines = self._engines
-        engines.use(_config(self._engine, variant))
+        engines.use(_config(self.engine, variant))
         if "mix" in point.values:
             return engines.run(self._load(engines.asked, variant, point))
         return engines.run(self._alone(engines.asked, point.values["prompt_tokens"]))
@@ -225,7 +219,7 @@ class Disaggregation(Probe):
 
     def _gates(self) -> list[Gate]:
         """Tokens of engines apart are those of one engine: on a GPU in batch-invariant numerics, to the bit."""
-        config = self._engine
+        config = self.engine
         if config.model.device is not Device.cpu:
             config = replace(config, numerics=Numerics.batch_invariant)
         lengths = [2 + (17 * i) % max(self.spec.prompt_tokens) for i in range(1, 1 + GATE_REQUESTS)]

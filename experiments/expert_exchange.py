@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import Store
 
-from experiments.lab import points, schema
+from experiments.lab import check, points
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
@@ -54,25 +54,23 @@ class ExpertExchangeSpec(RanksSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.tokens or min(self.tokens) < 1 or Routing.learned in self.routing or self.experts % self.ranks:
+        check.at_least("experiment", self, 1, "tokens")
+        if Routing.learned in self.routing or self.experts % self.ranks:
             raise ConfigError(
-                "experiment.tokens must be a list of numbers from 1 on, experiment.routing of uniform and zipf, and "
-                f"experiment.ranks divide experiment.experts; got {self.tokens}, "
+                "experiment.routing must be of uniform and zipf, and experiment.ranks divide experiment.experts; got "
                 f"{[routing.value for routing in self.routing]}, and {self.ranks} ranks of {self.experts} experts"
             )
 
 
 class ExpertExchangeExperiment(OverRanks):
-    spec_class = ExpertExchangeSpec
     spec: ExpertExchangeSpec
     baseline = Dispatch.padded.value
     reference = "the layer on one rank in fp32"
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        model = schema.engine_config(config.engine).model
-        self.device = Device(hardware.resolve(model.device))
-        self.make = partial(_Rank, model=model, spec=self.spec)
+        self.device = Device(hardware.resolve(self.engine.model.device))
+        self.make = partial(_Rank, model=self.engine.model, spec=self.spec)
         self.variants = LABELS
         self.metrics = {
             "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
@@ -85,7 +83,6 @@ class ExpertExchangeExperiment(OverRanks):
             for routing in self.spec.routing
             for tokens in self.spec.tokens
         ]
-        self.timed = [(variant, point) for variant in self.variants for point in self.points]
 
 
 class _Rank:

@@ -6,7 +6,6 @@ it; what it computes on a CPU is the definition that kernels are tested against.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from experiments.lab import check, points, schema
+from experiments.lab import check, points
 from experiments.lab.judge.logit_gate import probe_batch
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
@@ -67,32 +66,27 @@ class ExpertQuantizationSpec(ExperimentSpec):
 
 
 class ExpertQuantization(Probe):
-    spec_class = ExpertQuantizationSpec
     spec: ExpertQuantizationSpec
     device = Device.cpu
     metrics: Mapping[str, Metric] = METRICS
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine = schema.engine_config(config.engine)
         self.variants = {name: settings.get("label", name) for name, settings in self.spec.variants.items()}
         self._configs = {name: made(config, name, changes)[1] for name, changes in self.spec.variants.items()}
-        moes = [layer.feed_forward for layer in load_spec(self._engine.model).layers]
+        moes = [layer.feed_forward for layer in load_spec(self.engine.model).layers]
         routers = [moe.router for moe in moes if isinstance(moe, MoESpec)]
         if not routers:
             raise ConfigError("expert_quantization takes a mixture of experts: model=tiny_moe, say")
         self._experts = routers[0].num_experts
         self.points = [WHOLE, *(points.point({"layer": index}) for index in range(len(routers)))]
-        self.timed = [(name, point) for name in self.variants for point in self.points]
-        self._turns: Counter[tuple[str, str]] = Counter()
         self._found: dict[tuple[str, int], tuple[TeacherForced, list[Tensor]]] = {}
         self._references: dict[int, tuple[Reading, list[Tensor]]] = {}
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
-        turn = self._turns[variant, point.name]
-        self._turns[variant, point.name] += 1
+        turn = self.repeat
         if turn not in self._references:
-            self._references[turn] = self._reads(self._engine, lambda logits: Reading.of(logits, self._text(turn)))
+            self._references[turn] = self._reads(self.engine, lambda logits: Reading.of(logits, self._text(turn)))
         reading, expected = self._references[turn]
         if (variant, turn) not in self._found:
             self._found[variant, turn] = self._reads(self._configs[variant], partial(teacher_forced, reading))
@@ -112,7 +106,7 @@ class ExpertQuantization(Probe):
 
     def _text(self, turn: int) -> Tensor:
         """[windows, window_tokens + 1], in each turn from another place on."""
-        tokenizer = AutoTokenizer.from_pretrained(resolve_folder(self._engine.model.path))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_folder(self.engine.model.path))
         stream = torch.from_numpy(document_stream(heldout_sources(), tokenizer).astype("int64"))
         start = float(torch.rand((), generator=torch.Generator().manual_seed(1000 * self.settings.seed + turn)))
         return spread_windows(stream, self.spec.windows, self.spec.window_tokens, start)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import schema
+from experiments.lab import check
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
 from experiments.lab.measure.rounds import Probe
@@ -61,8 +61,8 @@ class Case:
     down: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.routers < 1 or not self.load > 0:
-            raise ConfigError(f"a fleet takes replicas and routers from 1 on and a load above 0, got {self}")
+        check.at_least("experiment.cases", self, 1, "replicas", "routers")
+        check.above_zero("experiment.cases", self, "load")
         if not 0 <= self.swing < 1 or not 0 <= self.down < 1:
             raise ConfigError(f"swing and down of a fleet must be from 0 to less than 1, got {self}")
 
@@ -118,7 +118,6 @@ class _Seen(NamedTuple):
 
 
 class Fleet(Probe):
-    spec_class = FleetSpec
     spec: FleetSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "simulated"}
@@ -126,15 +125,13 @@ class Fleet(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine = schema.engine_config(config.engine)
         self._costs = costs.read(costs.FOLDER / f"{self.spec.costs}.yaml").costs.slower(self.spec.slower)
         self._cases = {name: Case(**changes) for name, changes in self.spec.cases.items()}
         self.points = [Point(name, {"case": name}) for name in self._cases]
-        self.timed = [(VARIANT, point) for point in self.points]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         spec, case = self.spec, self._cases[point.values["case"]]
-        routing, cache, alone = self._engine.parallel.routing, self._engine.cache, case.routers == 1
+        routing, cache, alone = self.engine.parallel.routing, self.engine.cache, case.routers == 1
         routers = [Router(routing, case.replicas, cache, alone) for _ in range(case.routers)]
         cluster = Cluster([self._replica() for _ in range(case.replicas)], *routers)
         gc.freeze()  # block pools are long lists, which the collector would go through again and again
@@ -172,7 +169,7 @@ class Fleet(Probe):
     def _replica(self) -> Replica:
         spec = self.spec
         limits = Limits(spec.prefix_tokens + spec.suffix_tokens + LONGEST_ANSWER, "the fleet", spec.blocks, 0)
-        return Replica(self._engine, limits, self._costs, overlap=True)
+        return Replica(self.engine, limits, self._costs, overlap=True)
 
     def _arrivals(self, case: Case, window: float, rng: np.random.Generator) -> Iterator[float]:
         """Poisson arrivals at the highest rate, thinned out where the day's is lower."""

@@ -63,9 +63,10 @@ def summary(log: Path, command: str) -> str:
     lines.append("| all | " + " | ".join(map(str, totals)) + f" | {sum(float(c.get('time', 0)) for c in cases):.1f} |")
     for outcome in ("failed", "skipped"):
         rest = [(case, name) for name, found in sorted(by_file.items()) for case in found[outcome]]
-        if rest:
-            lines += ["", f"## {outcome.capitalize()}", ""]
-            lines += [f"- `{name}::{case.get('name')}`: {_reason(case)}" for case, name in rest]
+        lines += ["", f"## {outcome.capitalize()}", ""] if rest else []
+        for case, name in rest:
+            why = next(child for child in case if child.tag in ("failure", "error", "skipped")).get("message") or ""
+            lines.append(f"- `{name}::{case.get('name')}`: {why.strip().partition(chr(10))[0]}")
     return "\n".join(lines) + "\n"
 
 
@@ -73,11 +74,6 @@ def _outcome(case: ET.Element) -> str:
     if case.find("failure") is not None or case.find("error") is not None:
         return "failed"
     return "skipped" if case.find("skipped") is not None else "passed"
-
-
-def _reason(case: ET.Element) -> str:
-    found = next(child for child in case if child.tag in ("failure", "error", "skipped"))
-    return (found.get("message") or "").strip().partition("\n")[0]
 
 
 def _device() -> str:

@@ -114,16 +114,14 @@ class KernelSpec(ExperimentSpec):
 
 
 class KernelSweep(Experiment):
-    spec_class = KernelSpec
     spec: KernelSpec
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec = self.spec
         self.baseline = spec.baseline
-        self._model = schema.engine_config(config.engine).model
         self._peers = schema.build(PeerSettings, config.peers, "peers")
-        self.device = self._model.device
+        self.device = self.engine.model.device
         self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         self.metrics = {name: METRICS[name] for name in spec.metrics}
         pairs = _points(spec.sweeps)
@@ -133,19 +131,19 @@ class KernelSweep(Experiment):
             self._case(point, torch.device("meta"))  # to find mistakes in its shape
 
     def measure(self, steps: Steps) -> Findings:
-        device = resolve_device(self._model)
+        device = resolve_device(self.engine.model)
         known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
-            outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
+            status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent: dict[tuple[str, str], list[str]] = {}
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):
                 absent.setdefault(missing, []).append(at.point.name)
         notes = [self._absence(*missing, where) for missing, where in absent.items()]
-        if outcome.error is None and not any(row.valid for at in found for row in at.rows):
+        if error is None and not any(row.valid for at in found for row in at.rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
@@ -153,8 +151,8 @@ class KernelSweep(Experiment):
             notes.append(f"Utilization is left out, because {known.problem}.")
         return Findings(
             [row for at in found for row in at.rows],
-            status=outcome.status,
-            error=outcome.error,
+            status=status,
+            error=error,
             ceilings=known.ceilings,
             notes=notes,
             error_gates=[gate for at in found for gate in at.gates],

@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from experiments.lab import check, points, schema
+from experiments.lab import check, points
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
@@ -114,7 +114,6 @@ class QuantizationSpec(ExperimentSpec):
 
 
 class Quantization(Probe):
-    spec_class = QuantizationSpec
     spec: QuantizationSpec
     device = Device.cpu
     metrics: Mapping[str, Metric] = METRICS
@@ -122,7 +121,7 @@ class Quantization(Probe):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec = self.spec
-        self._folder = resolve_folder(schema.engine_config(config.engine).model.path)
+        self._folder = resolve_folder(self.engine.model.path)
         seed = self.settings.seed
         self._recipes = {name: _recipe(name, settings, spec, seed) for name, settings in spec.variants.items()}
         self.variants = {name: settings.get("label", name) for name, settings in spec.variants.items()}
@@ -140,15 +139,13 @@ class Quantization(Probe):
         self.points = [WHOLE, *(single if spec.single else [])]
         self.timed = [(name, WHOLE) for name in self.variants]
         self.timed += [(name, point) for name in spec.single for point in single]
-        self._turns: dict[tuple[str, str], int] = {}
         self._study: _Study | None = None
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
-        turn = self._turns[variant, point.name] = self._turns.get((variant, point.name), -1) + 1
         with hardware.torch_threads(self.threads), torch.no_grad():
             study = self._study = self._study or _Study(self._folder, self.spec, self.settings.seed)
             recipe, dtype = self._recipes[variant], self.spec.variants[variant].get("dtype")
-            whole, reading, bits = point is WHOLE, study.reading(turn), 16.0
+            whole, reading, bits = point is WHOLE, study.reading(self.repeat), 16.0
             if recipe is None:
                 model = study.copied()
                 model = model.bfloat16() if dtype else with_fp8_kv(model, study.calibration)

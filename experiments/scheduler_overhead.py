@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check, points, schema
+from experiments.lab import check, points
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
@@ -68,7 +68,6 @@ class OverheadSpec(ExperimentSpec):
 
 
 class SchedulerOverhead(Probe):
-    spec_class = OverheadSpec
     spec: OverheadSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
@@ -77,7 +76,6 @@ class SchedulerOverhead(Probe):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec = self.spec
-        self._engine = schema.engine_config(config.engine)
         self._rng = np.random.default_rng(self.settings.seed)
         self._running = [points.point({"running": n}) for n in spec.running]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
@@ -109,9 +107,9 @@ class SchedulerOverhead(Probe):
     def _match(self, point: Point) -> dict[str, float | None]:
         """The prompt is computed once by a request that has left; new requests of the same prompt look it up."""
         length = point.values["prompt_tokens"]
-        block = self._engine.cache.block_size
+        block = self.engine.cache.block_size
         kv = KVManager(length // block + 2, block, length + 1, prefix_caching=True)
-        scheduler = self._scheduler(kv, max_num_batched_tokens=max(length, self._engine.scheduler.max_num_seqs))
+        scheduler = self._scheduler(kv, max_num_batched_tokens=max(length, self.engine.scheduler.max_num_seqs))
         (prompt,) = self._prompts([length])
         scheduler.add(_request("first", prompt, length + 1))
         while scheduler.num_unfinished:
@@ -129,11 +127,11 @@ class SchedulerOverhead(Probe):
 
     def _busy_scheduler(self, running: int) -> Scheduler:
         """A scheduler with exactly `running` requests decoding, and room for all of them to the end."""
-        cache, block = self._engine.cache, self._engine.cache.block_size
+        cache, block = self.engine.cache, self.engine.cache.block_size
         longest = PROMPT + block + WARMUP_STEPS + self.spec.steps + 2
         blocks = running * -(-longest // block)
         kv = KVManager(blocks, block, longest, layout=cache.layout, prefix_caching=cache.prefix_caching)
-        budget = max(self._engine.scheduler.max_num_batched_tokens, running)
+        budget = max(self.engine.scheduler.max_num_batched_tokens, running)
         scheduler = self._scheduler(kv, max_num_seqs=running, max_num_batched_tokens=budget)
         for index, prompt in enumerate(self._prompts([PROMPT + i % block for i in range(running)])):
             scheduler.add(_request(f"running-{index}", prompt, longest))
@@ -142,7 +140,7 @@ class SchedulerOverhead(Probe):
         return scheduler
 
     def _scheduler(self, kv: KVManager, **changes: Any) -> Scheduler:
-        return Scheduler(replace(self._engine.scheduler, **changes), kv, watermark=0.0)
+        return Scheduler(replace(self.engine.scheduler, **changes), kv, watermark=0.0)
 
     def _prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]

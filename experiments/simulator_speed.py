@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check, points, schema
+from experiments.lab import check, points
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
@@ -75,7 +75,6 @@ class SpeedSpec(ExperimentSpec):
 
 
 class SimulatorSpeed(Probe):
-    spec_class = SpeedSpec
     spec: SpeedSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer's simulator"}
@@ -83,16 +82,14 @@ class SimulatorSpeed(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self._engine = schema.engine_config(config.engine)
         self.points = [points.point({"replicas": count}) for count in self.spec.replicas]
-        self.timed = [(VARIANT, point) for point in self.points]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         spec, count = self.spec, point.values["replicas"]
         cells = min(spec.cells, count)
         shares = [len(range(cell, count, cells)) for cell in range(cells)]
         gc.collect()
-        work = [(spec, self._engine, share, (self.settings.seed, cell)) for cell, share in enumerate(shares)]
+        work = [(spec, self.engine, share, (self.settings.seed, cell)) for cell, share in enumerate(shares)]
         with ProcessPoolExecutor(cells, multiprocessing.get_context("fork")) as pool:  # none of them touches torch
             done = list(pool.map(simulate, *zip(*work, strict=True)))
         cpu_s, requests = sum(cell.cpu_s for cell in done), sum(cell.requests for cell in done)

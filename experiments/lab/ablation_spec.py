@@ -7,9 +7,10 @@ from typing import Any
 
 from experiments.lab import check
 from experiments.lab.judge import formulas
+from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
+from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ExperimentSpec
 from mini_infer.core.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from omegaconf import DictConfig
@@ -58,14 +58,15 @@ class Experiment:
     """Built from a config that it checks to the last key, so that `measure` cannot fail on a setting.
 
     Attributes:
+        spec: what the YAML may say: a subclass annotates it with a class of its own.
         settings: measure.* of the config.
         chosen: what `hardware=<name>` put into the config.
+        engine: settings of the engine, before any variant changes them.
         threads: of torch.
         device: on which it measures.
         aa: the variant that is the baseline a second time.
     """
 
-    spec_class: ClassVar[type[ExperimentSpec]]
     spec: ExperimentSpec
     device: Device
     baseline: str | None = None
@@ -76,9 +77,10 @@ class Experiment:
     aa: str | None = None
 
     def __init__(self, config: DictConfig) -> None:
-        self.spec = schema.experiment_spec(self.spec_class, config)
+        self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.engine = schema.engine_config(config.engine)
         self.threads = self.settings.threads or torch.get_num_threads()
 
     @classmethod

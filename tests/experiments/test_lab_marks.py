@@ -29,12 +29,12 @@ def run(seed=0, bias=1.0, aa="base again", processes=3, repeats=2, slow=()):
 
 
 def test_sound_runs_alarm_in_one_of_twenty():
-    alarms = sum(marks.again(run(seed)).alarms for seed in range(300))
+    alarms = sum(marks.again(run(seed)).told != 0 for seed in range(300))
     assert 0.03 <= alarms / 300 <= 0.07
 
 
 def test_a_second_arm_that_is_slower_is_found_and_said():
-    found = sum(marks.again(run(seed, bias=1.1)).alarms for seed in range(100))
+    found = sum(marks.again(run(seed, bias=1.1)).told != 0 for seed in range(100))
     assert found >= 90
     (told,) = marks.of(run(bias=1.1))
     assert told.startswith("the baseline differs from itself: A/A ratio 1.1")

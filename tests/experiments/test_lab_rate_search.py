@@ -5,7 +5,7 @@ from small_runs import measured, probe
 
 from experiments.lab.judge import formulas, validity
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rate_search import RateSearch
+from experiments.lab.measure.rate_search import OUTSIDE, RateSearch
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from mini_infer.core.errors import ConfigError
@@ -46,8 +46,7 @@ def test_rates_rise_by_one_factor():
 def test_where_all_is_kept_the_knee_is_not_shown(build):
     experiment = build()
     findings = measured(experiment)
-    above = "not shown: the knee lies above the range: even 1600/s met the SLO (100 % of the requests did)"
-    assert found(findings) == [(0.0, above)] * 2
+    assert found(findings) == [(0.0, OUTSIDE)] * 2
     assert not any(row.is_fault for row in findings.rows)
     assert "engine, search 1: 100 % of the requests kept the SLO at 1600/s, the end of the range." in findings.notes
     assert [point.name for point in findings.points] == ["", "search at 400/s", "search at 1600/s", "search"]
@@ -58,8 +57,8 @@ def test_where_all_is_kept_the_knee_is_not_shown(build):
 
 def test_where_nothing_is_kept_there_is_no_rate(build):
     findings = measured(build(slo={"ttft_ms": 1e-6}))
-    below = "not shown: the knee lies below the range: not even 100/s met the SLO (0 % of the requests did)"
-    assert found(findings) == [(0.0, below)] * 2
+    assert found(findings) == [(0.0, OUTSIDE)] * 2
+    assert "engine, search 2: 0 % of the requests kept the SLO at 100/s, the end of the range." in findings.notes
 
 
 def test_two_rates_enclose_the_answer(build, monkeypatch):

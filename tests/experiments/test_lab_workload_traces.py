@@ -12,7 +12,7 @@ from workload_tools import DRY, Letters, assert_hits_are_intended, dry_engine, i
 from experiments.lab.workloads import Arrivals, Trace
 from experiments.lab.workloads.base import generator
 from experiments.lab.workloads.tokens import HashBlocks, RandomTokens, shrunk
-from experiments.lab.workloads.trace_file import TraceFormat, read
+from experiments.lab.workloads.trace_file import read
 from mini_infer.core.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -286,14 +286,6 @@ def test_a_file_that_cannot_be_read(tmp_path):
     path.write_bytes(HEAD.encode() + b"\x1f\x8b\x08")
     with pytest.raises(ConfigError, match=r"packed\.csv, line 2: it is no UTF-8 text"):
         Trace(path=str(path)).make(DRY, seed=0)
-
-
-def test_a_format_can_be_insisted_on(mooncake):
-    with pytest.raises(
-        ConfigError, match=r"line 1: the columns are .*TIMESTAMP, ContextTokens, GeneratedTokens missing"
-    ):
-        Trace(path=mooncake, format=TraceFormat.azure, limit=1).make(LONG, seed=0)
-    assert read(mooncake, TraceFormat.mooncake) == read(mooncake)
 
 
 def test_a_cut_beyond_the_file_and_a_shrink_beyond_its_blocks(mooncake, azure):

@@ -168,6 +168,8 @@ def _why(gate: Gate | ErrorGate) -> str:
 def _why_none(claim: Claim, table: Table) -> str:
     cells = (claim.variant, claim.point), (str(claim.reference_variant), str(claim.reference_point))
     absent = [cell[0] for cell in cells if cell in table.absent]
+    if not all(stats.in_range(table.values(*cell, claim.metric)) for cell in cells):
+        return "the knee lies outside of the searched range, which tells no ratio"
     return f"not measured, because {absent[0]} is absent" if absent else "no valid measurement"
 
 

@@ -19,7 +19,7 @@ Two kinds of requests are asked:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -182,7 +182,9 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
     small = logit_gate.shrunk(config)
     cache = config.cache
     if cache.num_blocks is None:
-        cache = replace(cache, memory_gib=(cache.memory_gib or 16) * logit_gate.LAYERS / layers_of(config))
+        shape = config.model.hf_config or logit_gate.published(config.model.path)
+        share = logit_gate.LAYERS / int(shape["num_hidden_layers"])
+        cache = replace(cache, memory_gib=(cache.memory_gib or 16) * share)
     model = replace(small.model, max_model_len=config.model.max_model_len)
     return replace(config, model=model, cache=cache, speculation=_real(config.speculation), lora=_random(config.lora))
 
@@ -226,11 +228,6 @@ def _real(speculation: SpeculationConfig) -> SpeculationConfig:
         return speculation
     method = SpeculationMethod.draft if speculation.draft.given else SpeculationMethod.suffix
     return replace(speculation, method=method, acceptance=None)
-
-
-def layers_of(config: EngineConfig) -> int:
-    shape: Mapping[str, Any] = config.model.hf_config or logit_gate.published(config.model.path)
-    return int(shape["num_hidden_layers"])
 
 
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:

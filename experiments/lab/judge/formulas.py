@@ -112,10 +112,6 @@ def _rate(count: Callable[[Served], float]) -> Compute:
     return compute
 
 
-def _output_tokens(served: Served) -> float:
-    return sum(served.in_window(request.token_times) for request in served.requests)
-
-
 def _completed(served: Served) -> float:
     """Of an open loop without its ramps those that end meanwhile."""
     complete = [request for request in served.requests if not request.error]
@@ -218,7 +214,8 @@ SERVING: dict[str, Formula] = {
                        lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
     }, of_requests=True),
     **of_pass("tokens/s", Better.higher, {
-        "output_tokens_per_s": ("output tokens per second", _rate(_output_tokens)),
+        "output_tokens_per_s": ("output tokens per second", _rate(
+            lambda s: sum(s.in_window(r.token_times) for r in s.requests))),
         "input_tokens_per_s": ("prompt tokens per second", _rate(
             lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
     }, of_requests=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
@@ -17,32 +16,19 @@ OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s") 
 TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
 
 
-@dataclass(frozen=True)
-class Again:
-    """Its second arm over its first, by the metric of the run: in each repeat the geometric mean over all points."""
-
-    metric: str
-    ratio: Estimate
-
-    @property
-    def alarms(self) -> bool:
-        """Whether the run tells the baseline from itself, which 5 % of sound runs do."""
-        return self.ratio.told != 0
-
-
-def again(result: Result) -> Again | None:
-    """None where the baseline was measured once, or the two share no valid repeat."""
+def again(result: Result) -> Estimate | None:
+    """The baseline's second arm over its first, by the metric of the run: in each repeat the geometric mean over all
+    points. 5 % of sound runs tell it from 1. None where it was measured once, or the two share no valid repeat."""
     info = result.info
     claimed = [claim.metric for claim in info.claims if claim.bound.is_ratio]
     timed = [name for name, metric in info.metrics.items() if metric.unit in OF_TIME]
     if info.aa is None:
         return None
     # Of the first claim of a ratio, else the first time or rate, that both have: no search is made a second time.
-    metrics = (*claimed, *timed)
-    metric, logs = next(((m, logs) for m in metrics if (logs := log_ratios(result, info.aa, m))), ("", {}))
+    logs = next((logs for metric in (*claimed, *timed) if (logs := log_ratios(result, info.aa, metric))), {})
     whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
     pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}
-    return Again(metric, stats.factors(pairs)) if pairs else None
+    return stats.factors(pairs) if pairs else None
 
 
 def log_ratios(result: Result, variant: str, metric: str) -> dict[Turn, list[float]]:
@@ -77,8 +63,8 @@ def severalfold(result: Result) -> list[str]:
 def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does."""
     found, told = again(result), []
-    if found is not None and found.alarms:
-        told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}")
+    if found is not None and found.told:
+        told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found)}")
     apart = severalfold(result)
     more = len(apart) - 1
     others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
@@ -23,12 +22,8 @@ from experiments.lab.store.rows import Turn
 JOINED = "+"
 
 
-class Told(Enum):
-    """What the interval of an interaction shows."""
-
-    above = "more than the product"
-    below = "less than the product"
-    within = "not told from the product"
+# What the interval of an interaction shows.
+TOLD = {1: "more than the product", -1: "less than the product", 0: "not told from the product"}
 
 
 @dataclass(frozen=True)
@@ -38,10 +33,6 @@ class Pair:
     alone: tuple[Estimate, Estimate]  # gains
     both: Estimate
     interaction: Estimate
-
-    @property
-    def told(self) -> Told:
-        return {1: Told.above, -1: Told.below, 0: Told.within}[self.interaction.told]
 
 
 def mechanisms(result: Result) -> list[str]:
@@ -92,11 +83,11 @@ def sentence(result: Result) -> str:
     if not pairs:
         return ""
     told = []
-    for told_as in (Told.above, Told.below):
-        own = [pair for pair in pairs if pair.told is told_as]
+    for way in (1, -1):
+        own = [pair for pair in pairs if pair.interaction.told == way]
         listed = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
-        told += [f"{len(own)} bring {told_as.value} ({listed})"] if own else []
-    within = sum(1 for pair in pairs if pair.told is Told.within)
+        told += [f"{len(own)} bring {TOLD[way]} ({listed})"] if own else []
+    within = sum(1 for pair in pairs if pair.interaction.told == 0)
     told += [f"{within} cannot be told from it"] if within else []
     metric = result.info.metrics[names[0]].label
     return f"Of {len(pairs)} pairs, beside the product of their gains in {metric}: {'; '.join(told)}."
@@ -113,7 +104,7 @@ def _grid(result: Result, metric: str) -> Grid:
                 f"{wording.number(product)}x",
                 wording.interval(pair.both, "x"),
                 wording.interval(pair.interaction, "x"),
-                pair.told.value,
+                TOLD[pair.interaction.told],
             )
         )
     title = f"Pairs, by their gain in {result.info.metrics[metric].label}"

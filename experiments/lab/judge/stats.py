@@ -7,7 +7,7 @@ A result is made of processes, and of repeats in each. `absolute`, `factors`, `r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, correlation, linear_regression
 from typing import TypeVar
@@ -33,6 +33,7 @@ class Estimate:
     high: float | None
     n: int  # values, of all processes
     processes: int = 1  # that the values come from
+    beyond: str = ""  # "> " or "< " of a knee that lies outside of the searched range, of which `median` is the end
 
     @property
     def told(self) -> int:
@@ -40,6 +41,22 @@ class Estimate:
         if self.low is None or self.high is None:
             return 0
         return 1 if self.low > 1 else -1 if self.high < 1 else 0
+
+
+class Kept(float):
+    """The highest rate at which a search saw its promise kept, 0 where even the lowest rate missed it. The knee lies
+    between it and `missed`, the lowest rate that missed it; infinity where even the highest rate kept it."""
+
+    missed: float
+
+    def __new__(cls, kept: float, missed: float) -> Kept:
+        knee = super().__new__(cls, kept)
+        knee.missed = missed
+        return knee
+
+    @property
+    def in_range(self) -> bool:
+        return self > 0 and math.isfinite(self.missed)
 
 
 def median(values: Sequence[float]) -> float:
@@ -85,8 +102,11 @@ def t_quantile(freedom: int) -> float:
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     """The median of the processes' medians, with the interval of what varies between processes. Where there is one
-    process, of what varies between its repeats. The interval of a share stays between 0 and 1."""
+    process, of what varies between its repeats. The interval of a share stays between 0 and 1; that of knees
+    reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of the range."""
     found = estimate(independent(values))
+    if _knees(values):
+        found = _enclosing(found, independent(values), independent(_missed(values)))
     if share and found.low is not None and found.high is not None:
         found = replace(found, low=max(found.low, 0.0), high=min(found.high, max(1.0, found.median)))
     return replace(found, n=len(values), processes=len(by_process(values)))
@@ -107,15 +127,57 @@ def factors(values: Mapping[Turn, float]) -> Estimate:
 
 def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate | None:
     """values / baseline, paired by process and repeat, over those that both have: what slows a whole repeat down
-    cancels out. None where no pair has a baseline above 0."""
-    pairs = {turn: value / baseline[turn] for turn, value in values.items() if baseline.get(turn, 0) > 0}
-    return factors(pairs) if pairs else None
+    cancels out. None where no pair has a baseline above 0, or where a knee lies outside of the searched range."""
+    shared = {turn: value for turn, value in values.items() if turn in baseline}
+    if not in_range(shared) or not in_range({turn: baseline[turn] for turn in shared}):
+        return None
+
+    def paired(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
+        return factors({turn: value / baseline[turn] for turn, value in values.items() if baseline[turn] > 0})
+
+    return _between_knees(paired, shared, baseline) if any(baseline[turn] > 0 for turn in shared) else None
 
 
 def apart(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
     """The ratio of two results that were measured apart, by what varies between processes, or repeats of one."""
-    found = unpaired_ratio(independent(values), independent(baseline))
+    found = _between_knees(lambda a, b: unpaired_ratio(independent(a), independent(b)), values, baseline)
     return replace(found, processes=min(len(by_process(values)), len(by_process(baseline))))
+
+
+def in_range(values: Mapping[Turn, float]) -> bool:
+    """Whether every knee among them lies inside of the range that was searched."""
+    return all(knee.in_range for knee in _knees(values))
+
+
+def _knees(values: Mapping[Turn, float]) -> list[Kept]:
+    return [value for value in values.values() if isinstance(value, Kept)]
+
+
+def _missed(values: Mapping[Turn, float]) -> dict[Turn, float]:
+    return {turn: value.missed if isinstance(value, Kept) else value for turn, value in values.items()}
+
+
+def _enclosing(found: Estimate, kept: Sequence[float], missed: Sequence[float]) -> Estimate:
+    """`found` of the rates that were kept, with an interval up to those that were missed."""
+    lowest, end = min(kept), median(missed)
+    if found.low is not None:
+        high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
+        found = replace(found, low=found.low if lowest > 0 else 0.0, high=high)
+    if found.median == 0:
+        return replace(found, median=end, beyond="< ")
+    return replace(found, beyond="> " if math.isinf(end) else "")
+
+
+def _between_knees(
+    of: Callable[[Mapping[Turn, float], Mapping[Turn, float]], Estimate],
+    values: Mapping[Turn, float],
+    baseline: Mapping[Turn, float],
+) -> Estimate:
+    """`of` both; of knees, with the interval from the least that their rates allow to the most."""
+    found = of(values, baseline)
+    if not _knees(values):
+        return found
+    return replace(found, low=of(values, _missed(baseline)).low, high=of(_missed(values), baseline).high)
 
 
 def independent(values: Mapping[Turn, float]) -> list[float]:

@@ -14,9 +14,9 @@ from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.lending import Lending, Lent
 from experiments.lab.measure.schedule import CutOff
-from experiments.lab.measure.subjects import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row

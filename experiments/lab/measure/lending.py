@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
-from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
+from experiments.lab.measure.subjects import EngineSubject, open_subject
 from experiments.lab.measure.traces import Served
+from experiments.lab.peers.base import Subject
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig

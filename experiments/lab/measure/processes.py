@@ -190,8 +190,7 @@ class _Relay(Steps):
 
 
 def _child(connection: Connection, *packed: Any) -> None:
-    if hasattr(os, "setsid"):
-        os.setsid()
+    os.setsid()
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)
     _answer(connection, *packed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.lab import check
 from experiments.lab.judge import formulas
+from experiments.lab.judge.knees import FOUND, KEPT, PASS
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
@@ -19,9 +20,8 @@ from mini_infer.core.errors import ConfigError
 if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
-FOUND = "slo_rate_rps"  # the metric that a search gives
-KEPT = "slo_share"  # and the one that it looks at
 MOST_STEPS = 8
+OUTSIDE = f"{NOT_SHOWN}the knee lies outside of the range"  # the notes say on which side, and so do the passes
 ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, say
 
 
@@ -64,11 +64,11 @@ class RateSearch:
     @property
     def points(self) -> list[Point]:
         """One a rate."""
-        counts = {"workload.count": [math.ceil(rate * self.seconds) for rate in self.rates]} if self.seconds else {}
-        return [
-            Point(f"search at {rate:g}/s", {**self.at, RATE: rate, **{key: own[index] for key, own in counts.items()}})
-            for index, rate in enumerate(self.rates)
-        ]
+
+        def lasting(rate: float) -> dict[str, int]:
+            return {"workload.count": math.ceil(rate * self.seconds)} if self.seconds else {}
+
+        return [Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **lasting(rate)}) for rate in self.rates]
 
     @property
     def result(self) -> list[Point]:
@@ -117,19 +117,14 @@ class Searches:
                 bursts.add(settings.rates[index])
             return kept.value >= settings.share
 
-        value, reason, rates = 0.0, "", settings.rates
+        rates = settings.rates
         try:
             found = bisect_left(range(len(points)), True, key=lambda index: not meets(index)) - 1
         except Undecided as why:
-            reason = str(why)
+            value, reason = 0.0, str(why)
         else:
-            kept = f"the SLO ({100 * shares[max(found, 0)]:.0f} % of the requests did)"
-            if found < 0:
-                reason = f"{NOT_SHOWN}the knee lies below the range: not even {rates[0]:g}/s met {kept}"
-            elif found == len(rates) - 1:
-                reason = f"{NOT_SHOWN}the knee lies above the range: even {rates[found]:g}/s met {kept}"
-            else:
-                value = rates[found]
+            inside = 0 <= found < len(rates) - 1
+            value, reason = (rates[found], "") if inside else (0.0, OUTSIDE)
             self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         if bursts:
             label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from experiments.lab.experiment import Experiment, Findings
@@ -21,15 +20,12 @@ class IncompleteRun(MiniInferError):
     """A run was stopped by an error, or could not be stored or reported. The message says what is kept, and where."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: str  # "complete", or "incomplete: <why, where, and what is kept>"
-    error: BaseException | None = None
-
-
-def run(rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], str] = str) -> Outcome:
+def run(
+    rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], str] = str
+) -> tuple[str, BaseException | None]:
     """Runs named rounds in order, each of which keeps its findings at its very end. An error or Ctrl-C ends the run
-    there; where nothing is kept, it is raised.
+    there; where nothing is kept, it is raised. Returns "complete" or "incomplete: <why, where, and what is kept>", and
+    what stopped it.
 
     Args:
         begun: says what is kept of the first round where that was not finished; empty: nothing.
@@ -47,16 +43,22 @@ def run(rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], st
                 if not kept:
                     raise
                 why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                return Outcome(f"incomplete: {why} in {name}; {kept}", error)
+                return f"incomplete: {why} in {name}; {kept}", error
     finally:
         gc.unfreeze()
-    return Outcome(COMPLETE)
+    return COMPLETE, None
 
 
 class Probe(Experiment):
-    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole.
 
-    timed: Sequence[tuple[str, Point]]
+    Attributes:
+        timed: where it is not every variant at every point.
+        repeat: the number of the one that is measured.
+    """
+
+    timed: Sequence[tuple[str, Point]] = ()
+    repeat = 0
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         """One measurement: metric -> value, None where a sample is too small for it."""
@@ -72,14 +74,15 @@ class Probe(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         repeats = self.settings.repeats
+        self.timed = self.timed or [(variant, point) for variant in self.variants for point in self.points]
         steps.plan(repeats * len(self.timed))
         rows: list[Row] = []
         names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
-        outcome = run([(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)])
-        return Findings(rows, status=outcome.status, error=outcome.error)
+        status, error = run([(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)])
+        return Findings(rows, status=status, error=error)
 
     def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
-        found: list[Row] = []
+        self.repeat, found = repeat, list[Row]()
         for variant, point in stats.abba(self.timed, repeat):
             label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
             steps.next(f"{label}{point.name}, {name}")

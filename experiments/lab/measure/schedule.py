@@ -22,7 +22,6 @@ class Schedule:
 
     def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
         self._items = items
-        self._start = start
         self._places = concurrency  # free ones, of the closed loop
         self.in_flight_s = 0.0
         self.in_flight, self._now = 0, start
@@ -70,11 +69,7 @@ class Schedule:
             self._places += 1
         followers = self._followers.pop(index, [])
         for follower in followers:
-            item = self._items[follower]
-            due = at + item.think_s
-            if item.arrival_s is not None:
-                due = max(due, self._start + item.arrival_s)
-            heapq.heappush(self._timed, (due, follower))
+            heapq.heappush(self._timed, (at + self._items[follower].think_s, follower))
         return followers
 
     def lose(self, index: int) -> list[int]:

@@ -22,11 +22,11 @@ from mini_infer.core.request import Request
 from mini_infer.modeling.loader import outline
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.runtime import preflight
+from mini_infer.runtime.worker.memory import CPU_KV_GIB
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
 
-CPU_KV_GIB = 0.5  # as an engine on a CPU takes where nothing is said
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 

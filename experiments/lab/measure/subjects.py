@@ -26,8 +26,6 @@ from mini_infer.modeling.loader import as_served, load_spec, outline, resolve_de
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
-__all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
-
 
 class EngineSubject:
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
@@ -118,6 +116,8 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
     """On a CPU the run's config says all of it."""
     if startup.device == "cpu":
         return {}
+    own, heads = startup.kv_token_bytes, startup.kv_token_bytes_of_heads
+    saved = "" if own == heads else f", {own:,} bytes a token instead of {heads:,} ({own / heads - 1:+.1%})"
     return {
         "prompts": startup.attention_prefill,
         "decode rows": startup.attention_decode,
@@ -130,14 +130,9 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         **_speculation(startup),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
         **({"adapters": f"{startup.adapter_bytes / 2**30:.2f} GiB"} if startup.adapter_bytes else {}),
-        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB{_saved(startup)}",
+        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB{saved}",
         "started in": f"{startup.seconds:.1f} s",
     }
-
-
-def _saved(startup: StartupReport) -> str:
-    own, heads = startup.kv_token_bytes, startup.kv_token_bytes_of_heads
-    return "" if own == heads else f", {own:,} bytes a token instead of {heads:,} ({own / heads - 1:+.1%})"
 
 
 def _speculation(startup: StartupReport) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store
 
+from experiments.lab import check
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.rounds import Probe
@@ -49,11 +50,9 @@ class RanksSpec(ExperimentSpec):
     allowed_error: float = 0.02  # the most that a row may be off by, relative to its norm
 
     def __post_init__(self) -> None:
-        if self.ranks < 2 or self.dtype is DType.auto:
-            raise ConfigError(
-                "experiment.ranks must be at least 2, and experiment.dtype not auto; got "
-                f"{self.ranks}, {self.dtype.value}"
-            )
+        check.at_least("experiment", self, 2, "ranks")
+        if self.dtype is DType.auto:
+            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
 
 
 class OverRanks(Probe):

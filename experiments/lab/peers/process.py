@@ -16,6 +16,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.axes import CONF
 from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -24,7 +25,6 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
 LAST_LINES = 40  # of its log, in an error
 GONE_S = 10.0  # after a kill, the processes it had started have so long to leave the GPU
 
@@ -54,7 +54,7 @@ class PeerProcess:
         path = os.environ.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
+            "PYTHONPATH": os.pathsep.join([str(CONF.parent), *([path] if path else [])]),
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
         self._pipe, theirs = Pipe()
@@ -106,7 +106,8 @@ class PeerProcess:
         if self._closed:
             return
         self._closed = True
-        self._kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._pipe.close()
         end = time.monotonic() + GONE_S
@@ -142,13 +143,6 @@ class PeerProcess:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
-
-    def _kill(self) -> None:
-        if not hasattr(os, "killpg"):
-            self._process.kill()
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _runs(group: int) -> bool:

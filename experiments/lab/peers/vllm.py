@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ class VLLM:
         self._make_params = make_params
         self.about = about
         self._traces = traces
-        self._passes = 0
+        self._numbers = count(1)  # of passes
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        return drive(self._engine, items, self._make_params, f"pass-{self._count()}", concurrency)
+        return drive(self._engine, items, self._make_params, f"pass-{next(self._numbers)}", concurrency)
 
     def forget(self) -> None:
         end = time.monotonic() + FORGET_S
@@ -90,7 +91,8 @@ class VLLM:
         room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
         if room < 4 * (STEPS + CALM):
             raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt")
-        names = [f"profile-{self._count()}-{index}" for index in range(len(prompts))]
+        number = next(self._numbers)
+        names = [f"profile-{number}-{index}" for index in range(len(prompts))]
         try:
             for name, prompt in zip(names, prompts, strict=True):
                 engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, self._make_params(room))
@@ -116,10 +118,6 @@ class VLLM:
 
     def close(self) -> None:
         """Its processes end with the one that it runs in."""
-
-    def _count(self) -> int:
-        self._passes += 1
-        return self._passes
 
 
 def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concurrency: int) -> Served:

@@ -58,8 +58,7 @@ class Worker:
 def main() -> None:
     connection = Connection(int(sys.argv[2]))
     os.set_inheritable(connection.fileno(), False)
-    if hasattr(os, "register_at_fork"):  # the parent sees the end of the pipe when this process ends
-        os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of the pipe when this process ends
     inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     worker = Worker(sys.argv[1])
@@ -71,7 +70,7 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[tuple[str, dict[str
     with contextlib.suppress(EOFError, OSError):
         while True:
             inbox.put(connection.recv())
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+    if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

@@ -91,11 +91,11 @@ def figures(effect: Effect, info: RunInfo) -> str:
     """`88.9 -> 13.4 ms` of a mechanism switched on, `13.4 ms against 88.9`; beside nothing `13.4 ms, target 15`."""
     if effect.own is None:
         return wording.NOTHING
-    own = wording.value(effect.own.median, effect.metric, info)
+    own = wording.middle(effect.own, effect.metric, info)
     if effect.base is None:
         target = "" if effect.target is None else wording.value(effect.target, effect.metric, info, unit=False)
         return f"{own}, target {target}" if target else own
-    base = wording.value(effect.base.median, effect.metric, info, unit=False)
+    base = wording.middle(effect.base, effect.metric, info, unit=False)
     return f"{base} -> {own}" if _is_off(effect, info) else f"{own} against {base}"
 
 
@@ -164,11 +164,11 @@ def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
         beside = {effect.reference for effect in own}
         alike = all(effect.told for effect in own) if beside == {(info.baseline, at)} else beside == {None}
         if len(own) > 1 and alike and metric not in wording.RATIOS:  # of which 1 is the best
-            found = {effect.cell[0]: effect.own.median for effect in own if effect.own}
-            found |= {effect.reference[0]: effect.base.median for effect in own if effect.reference and effect.base}
+            found = {effect.cell[0]: effect.own for effect in own if effect.own}
+            found |= {effect.reference[0]: effect.base for effect in own if effect.reference and effect.base}
             higher = info.metrics[metric].better is Better.higher
-            ranked = sorted(found, key=found.__getitem__, reverse=higher)
-            each = "; ".join(f"{info.variants[v]} {wording.value(found[v], metric, info)}" for v in ranked)
+            ranked = sorted(found, key=lambda v: found[v].median, reverse=higher)
+            each = "; ".join(f"{info.variants[v]} {wording.middle(found[v], metric, info)}" for v in ranked)
             told.append(_capital(f"{wording.titled(wording.short(metric, info), at)}: {each}."))
         elif not told:
             break

@@ -10,7 +10,7 @@ from experiments.lab import points
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
-from experiments.lab.show.grids import MISSING, SCREEN, Grid, Sheet, metric_title
+from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store import result as store
 from experiments.lab.store.result import COMPLETE, Result, StoreError
 
@@ -77,19 +77,21 @@ def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
 def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[str, ...]:
     """Median of A, of B, their ratio, and the verdict; nothing where one of them has no row."""
     shown = [sheet.value(variant, point, metric) for sheet in (a, b)]
-    if MISSING in shown:
+    if wording.NOTHING in shown:
         return ()
     theirs, ours = (sheet.table.values(variant, point, metric) for sheet in (a, b))
     for name, sheet, values, text in (("A", a, theirs, shown[0]), ("B", b, ours, shown[1])):
         if not values:
-            return (*shown, MISSING, f"{text} in {name}")
+            return (*shown, wording.NOTHING, f"{text} in {name}")
         if sheet.info.fails(variant, point):
-            return (*shown, MISSING, f"gate FAILED in {name}")
+            return (*shown, wording.NOTHING, f"gate FAILED in {name}")
+    if not stats.in_range(theirs) or not stats.in_range(ours):
+        return (*shown, wording.NOTHING, "a knee outside of the range")
     every = {*theirs.values(), *ours.values()}
     if len(every) == 1:
-        return (*shown, "1" if every != {0.0} else MISSING, "the same")
+        return (*shown, "1" if every != {0.0} else wording.NOTHING, "the same")
     if min(every) <= 0:
-        return (*shown, MISSING, "no ratio to 0")
+        return (*shown, wording.NOTHING, "no ratio to 0")
     found = stats.apart(ours, theirs)
     return (*shown, wording.interval(found, "x"), _verdict(found, a.info.metrics[metric]))
 
@@ -121,8 +123,8 @@ def _differences(a: Result, b: Result) -> list[str]:
         for r in (a, b)
     )
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
-    differ = [key for key in keys if first.get(key, MISSING) != second.get(key, MISSING)]
-    lines = [f"  {key}: {_shown(first.get(key, MISSING))} -> {_shown(second.get(key, MISSING))}" for key in differ]
+    told = ((key, first.get(key, wording.NOTHING), second.get(key, wording.NOTHING)) for key in keys)
+    lines = [f"  {key}: {_shown(before)} -> {_shown(after)}" for key, before, after in told if before != after]
     return lines or ["  nothing"]
 
 

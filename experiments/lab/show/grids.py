@@ -15,7 +15,6 @@ SCREEN = 110  # columns: what a terminal and a code-hosting page show without sc
 ROOFLINE = {"floor_ms": "floor", "mbu": "MBU", "mfu": "MFU"}  # how near the hardware's limits a pass came
 BY_PLACE = [f"acceptance_{place + 1}" for place in range(PLACES)]
 LONG_LABEL = 24
-MISSING = "-"
 INVALID = "INVALID"
 FEW = "not shown"  # the sample is too small
 ABSENT = "absent"
@@ -160,14 +159,14 @@ class Sheet:
         """Median and interval; and how many repeats, where some are missing."""
         found = self._result.estimate(variant, point, metric)
         if found is None:
-            return self._lacking.get((variant, point, metric), MISSING)
+            return self._lacking.get((variant, point, metric), wording.NOTHING)
         return wording.interval(found) + (f" (n={found.n})" if found.n != self._turns else "")
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         if variant == self.info.baseline:
-            return "1" if self.table.values(variant, point, metric) else MISSING
+            return "1" if self.table.values(variant, point, metric) else wording.NOTHING
         found = self._result.ratio(variant, point, metric)
-        return MISSING if found is None else wording.interval(found, "x")
+        return wording.NOTHING if found is None else wording.interval(found, "x")
 
     @property
     def _gated(self) -> Columns:
@@ -180,7 +179,7 @@ class Sheet:
         """Against the reference in fp32."""
         gate = next((gate for gate in self.info.error_gates if gate.covers(variant, point)), None)
         if gate is None:
-            return MISSING
+            return wording.NOTHING
         return wording.number(gate.error) if gate.passed else f"FAILED: {wording.number(gate.error)}"
 
     def same_tokens(self, variant: str, point: str, _: str = "") -> str:
@@ -203,7 +202,7 @@ class Sheet:
     def _median_of(self, metric: str) -> Column:
         def text(variant: str, point: str, _: str) -> str:
             values = self.table.values(variant, point, metric)
-            return wording.number(stats.median([*values.values()])) if values else MISSING
+            return wording.number(stats.median([*values.values()])) if values else wording.NOTHING
 
         return text
 

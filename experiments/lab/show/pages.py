@@ -91,7 +91,7 @@ def _strip(result: Result, since: Since) -> str:
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
         "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
         "seeds": ", ".join(map(str, seeds)),
-        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
+        "A/A": wording.interval(again, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
         "claims": verdicts.counted(result) or "none",
         "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
@@ -124,7 +124,7 @@ def _beside_others(result: Result) -> list[str]:
             own = effects.namesake(info, peer) or variant
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
-                ours, theirs = (wording.value(each.median, metric, info) for each in (pair.own, pair.base))
+                ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 name, gain = _named(info, peer), pair.gain
                 compared.setdefault(f"{info.variants[own]} {ours}", []).append(
                     f"{wording.number(gain.median)}x as good as {name} ({theirs})"
@@ -254,7 +254,7 @@ def _effect(result: Result) -> str:
     """The first claim's, in words; without any, the answer's first sentence."""
     found = effects.of_claims(result)
     if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
-        told = sum(pair.told is not pairs.Told.within for pair in measured)
+        told = sum(pair.interaction.told != 0 for pair in measured)
         return f"{told or 'none'} of {len(measured)} pairs told from the product of their gains"
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"

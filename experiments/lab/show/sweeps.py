@@ -116,16 +116,15 @@ class Beside:
 
 def with_beside(results: Sequence[Result]) -> list[Result]:
     """Each result with what its experiment wants beside it, at its first point."""
-    return [_with(result, results) for result in results]
-
-
-def _with(result: Result, results: Sequence[Result]) -> Result:
-    for asked in result.info.config.get("experiment", {}).get("beside") or ():
-        wanted = Beside(**asked)
-        others = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
-        other = next((r for r in others if wanted.metric in r.info.metrics), None)
-        result = _lacking(result, wanted.name) if other is None else _taken(result, other, wanted)
-    return result
+    found = []
+    for result in results:
+        for asked in result.info.config.get("experiment", {}).get("beside") or ():
+            wanted = Beside(**asked)
+            others = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
+            other = next((r for r in others if wanted.metric in r.info.metrics), None)
+            result = _lacking(result, wanted.name) if other is None else _taken(result, other, wanted)
+        found.append(result)
+    return found
 
 
 def _lacking(result: Result, metric: str) -> Result:

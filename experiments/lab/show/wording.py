@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,10 @@ def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:
     return f"{number(amount)} {own}" if unit and own and own not in short(name, info).split() else number(amount)
 
 
+def middle(found: Estimate, name: str, info: RunInfo, unit: bool = True) -> str:
+    return found.beyond + value(found.median, name, info, unit)
+
+
 def is_share(name: str, info: RunInfo) -> bool:
     return info.metrics[name].unit == "" and name not in RATIOS
 
@@ -106,6 +111,8 @@ def point(name: str) -> str:
 def number(value: float) -> str:
     """Three significant digits, or all before the point: 12,345  123  12.3  1.23  0.00123; whole numbers whole."""
     size = abs(value)
+    if math.isinf(value):
+        return "∞"
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
     if size >= 10:
@@ -116,8 +123,8 @@ def number(value: float) -> str:
 
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
-    """`1.52x [1.48, 1.60]`"""
-    middle = f"{number(estimate.median)}{suffix}"
+    """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched."""
+    middle = f"{estimate.beyond}{number(estimate.median)}{suffix}"
     if estimate.low is None or estimate.high is None:
         return middle
     return f"{middle} [{number(estimate.low)}, {number(estimate.high)}]"
@@ -179,7 +186,7 @@ def bound(claim: Claim, info: RunInfo) -> str:
 
 def measured(judgement: Judgement, info: RunInfo) -> str:
     if judgement.estimate is None:
-        return "-"
+        return NOTHING
     bound = judgement.claim.bound
     unit = "" if bound.is_ratio else f" {info.metrics[judgement.claim.metric].unit}"
     return interval(judgement.estimate, "x" if bound.is_ratio else "") + unit.rstrip()

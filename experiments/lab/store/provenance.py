@@ -40,13 +40,8 @@ def is_clean(root: Path) -> bool | None:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    own = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
+    return own | {package: importlib.metadata.version(package) for package in PACKAGES}
 
 
 def git(folder: Path, *arguments: str) -> str | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
-from experiments.lab.judge import stats
+from experiments.lab.judge import knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
@@ -145,7 +145,8 @@ class Result:
 
     @cached_property
     def table(self) -> Table:
-        return Table(self.rows)
+        """With searches as their passes have bracketed the knee, those outside of the range among them."""
+        return Table(knees.bracketed(self.rows, self.info.points, self.info.config))
 
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""

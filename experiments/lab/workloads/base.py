@@ -23,7 +23,7 @@ class Item:
 
     prompt: tuple[int, ...]  # token ids; with `follows`, only what is new in this turn
     output_tokens: int
-    # When it is due, from the start of the pass. None: as soon as there is a place for it.
+    # When it is due, from the start of the pass. None: as soon as there is a place for it, or behind what it follows.
     arrival_s: float | None = None
     priority: int = 0  # smaller goes first, with scheduler.policy=priority or patience
     # Index of the item whose whole prompt and actual output precede this prompt; it is due `think_s` after that

@@ -11,7 +11,7 @@ from experiments.lab import check
 from experiments.lab.workloads import trace_file
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
-from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile, TraceFormat
+from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile
 from mini_infer.core.errors import ConfigError
 
 
@@ -25,7 +25,6 @@ class Trace(Arriving):
 
     arrivals: Arrivals = Arrivals.trace  # `trace` for the recorded times; the others take the lengths alone
     path: str = ""
-    format: TraceFormat = TraceFormat.auto
     start: int = 0
     limit: int = 256
     rate_scale: float = 1.0  # 2 makes requests arrive twice as fast as recorded
@@ -51,7 +50,7 @@ class Trace(Arriving):
         trace_file.require(self.path)
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        file = trace_file.read(self.path, self.format)
+        file = trace_file.read(self.path)
         records = self._cut(file)
         lengths = [self._lengths(record) for record in records]
         way_out = "raise workload.shrink, or set workload.max_prompt_tokens and workload.max_output_tokens"
@@ -102,7 +101,7 @@ class Trace(Arriving):
         return {
             "file": file.name,
             "sha256": file.sha256,
-            "format": file.format.value,
+            "format": file.format,
             "requests_in_file": len(file.records),
             "start": self.start,
             "limit": self.limit,

@@ -21,18 +21,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from mini_infer.core.errors import ConfigError
-
-
-class TraceFormat(str, Enum):
-    auto = "auto"  # by the file's first line
-    azure = "azure"  # CSV: TIMESTAMP,ContextTokens,GeneratedTokens
-    mooncake = "mooncake"  # JSON lines: timestamp, input_length, output_length, hash_ids
-
 
 MOST_TOKENS = 10**9  # beyond any model: a slip of the pen
 WHERE = "docs/workloads.md says where to get a trace and what it must look like"
@@ -63,7 +55,7 @@ class BrokenLine(Exception):
 @dataclass(frozen=True)
 class TraceFile:
     name: str  # of the file, without its folder
-    format: TraceFormat
+    format: str  # a key of PARSERS
     sha256: str
     records: tuple[Record, ...]  # in order of time
 
@@ -78,7 +70,7 @@ def require(path: str) -> Path:
     return file
 
 
-def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
+def read(path: str) -> TraceFile:
     """Raises ConfigError where the file is missing, empty or broken; a broken line is named by its number, from 1.
 
     Blank lines are passed over. A line that is earlier than the one before is refused rather than sorted: it is the
@@ -95,8 +87,7 @@ def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"workload.path={path} is empty. {WHERE}")
-    if format is TraceFormat.auto:
-        format = _detect(path, lines[0][1])
+    format = _detect(path, lines[0][1])
     try:
         records = tuple(_checked(PARSERS[format](iter(lines))))
     except BrokenLine as broken:
@@ -109,11 +100,11 @@ def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
     return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), records)
 
 
-def _detect(path: str, first: str) -> TraceFormat:
+def _detect(path: str, first: str) -> str:
     if first.startswith("{"):
-        return TraceFormat.mooncake
+        return "mooncake"
     if any(column in first for column in COLUMNS):
-        return TraceFormat.azure
+        return "azure"
     raise ConfigError(
         f"workload.path={path} is no trace that is known here. Its first line is {first[:80]!r}; an Azure trace begins "
         f"with the columns {','.join(COLUMNS)}, a Mooncake trace is JSON lines with {', '.join(FIELDS)}"
@@ -205,4 +196,4 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-PARSERS = {TraceFormat.azure: azure, TraceFormat.mooncake: mooncake}
+PARSERS = {"azure": azure, "mooncake": mooncake}

@@ -148,7 +148,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     places = {} if is_curve else lines.draw(ax, panel, result)
     if not places and not (is_curve and lines.curve(ax, panel, result)):
         return NO_VALUE
-    if lines.has_log_y(panel, result):
+    if panel.log_y and all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric):
         frame.log(ax.yaxis, ax, False)
     elif not (metric.share and frame.near_one(ax.yaxis, ax, 8)):
         frame.from_zero(ax.yaxis, ax, False, 8)

@@ -137,10 +137,6 @@ def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[l
     return [wording.point(name) for name in shown], panel.x_label
 
 
-def has_log_y(panel: PanelSpec, result: Result) -> bool:
-    return panel.log_y and all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
-
-
 def plain_setting(value: Any) -> str:
     return f"{value:,}" if is_number(value) else str(value)
 

@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import INK, line_style
-from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
 IN_FLIGHT = ("workload.concurrency", "workload.count")
-RATE = "workload.rate_per_s"
 SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 IN_TIME = 0.95  # of the requests that were offered

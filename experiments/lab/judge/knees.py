@@ -1,0 +1,41 @@
+"""Where the knees of a run's searches lie, by the passes that each search has made: rate_search.py makes them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.lab.judge.stats import Kept
+from experiments.lab.spec import RATE
+from experiments.lab.store.rows import Row, Turn
+
+FOUND = "slo_rate_rps"  # the metric that a search gives
+KEPT = "slo_share"  # and the one that it looks at
+PASS = "search at "  # begins the name of the point of each of its passes
+
+
+def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:
+    """The rows, with those of searches that came to an end as `Kept`, also where the knee lies outside of the range.
+    What is at other points than `points`, as a figure has some of them, stays as it is."""
+    if not any(row.metric == FOUND and row.point in points for row in rows):
+        return list(rows)
+    least = config["experiment"]["search"]["share"]
+    passes = defaultdict[tuple[str, Turn], list[Row]](list)
+    for row in rows:
+        if row.metric == KEPT and row.valid and PASS in row.point and row.point in points:
+            passes[row.variant, (row.process, row.repeat)].append(row)
+
+    def knee(found: Row) -> Row:
+        if found.metric != FOUND or found.is_fault or found.is_absent or found.point not in points:
+            return found
+        at = points[found.point].items()
+        own = [row for row in passes[found.variant, (found.process, found.repeat)] if at <= points[row.point].items()]
+        kept = [points[row.point][RATE] for row in own if row.value >= least]
+        missed = [points[row.point][RATE] for row in own if row.value < least]
+        value = Kept(max(kept, default=0.0), min(missed, default=math.inf))
+        return replace(found, value=value, valid=True, reason="") if own else found
+
+    return [knee(row) for row in rows]

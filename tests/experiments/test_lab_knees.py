@@ -1,0 +1,147 @@
+"""Knees of searches whose place is known: planted passes, outside of the range as well, and what is told of them."""
+
+import math
+from dataclasses import replace
+
+import made_up
+import pytest
+
+from experiments.lab.judge import knees, stats
+from experiments.lab.judge.claims import Bound, Claim, Verdict
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.judge.stats import Kept
+from experiments.lab.show import wording
+from experiments.lab.show.compare import compare
+from experiments.lab.show.grids import Sheet
+from experiments.lab.store import result as store
+from experiments.lab.store.rows import NOT_SHOWN, Row
+
+RATES = [10.0, 20.0, 40.0]
+METRICS = {
+    "slo_share": Metric("share of requests", "", Better.higher, share=True),
+    "slo_rate_rps": Metric("highest rate", "requests/s", Better.higher),
+}
+
+
+def searched(*by_knee, **changes):
+    """A result of two variants, each with one true knee a repeat, which every rate below it keeps."""
+    points = {f"search at {rate:g}/s": {"workload.rate_per_s": rate} for rate in RATES} | {"search": {}}
+    rows = []
+    for variant, own in zip(made_up.VARIANTS, by_knee, strict=True):
+        for repeat, knee in enumerate(own):
+            shares = {rate: 0.95 if rate <= knee else 0.5 for rate in RATES}
+            rows += [Row(variant, f"search at {rate:g}/s", repeat, "slo_share", s, "") for rate, s in shares.items()]
+            kept = [rate for rate in RATES if rate <= knee]
+            reason = "" if 0 < len(kept) < len(RATES) else f"{NOT_SHOWN}the knee lies outside"
+            found = 0.0 if reason else kept[-1]
+            rows.append(Row(variant, "search", repeat, "slo_rate_rps", found, "requests/s", not reason, reason))
+    config = {"experiment": {"search": {"share": 0.9}}}
+    made = made_up.result(rows=rows, metrics=METRICS, gates=())
+    settings = {"points": points, "claims": (), "plots": (), "config": config, **changes}
+    return replace(made, info=replace(made.info, **settings))
+
+
+def told(result, variant="base"):
+    return wording.interval(result.estimate(variant, "search", "slo_rate_rps"))
+
+
+@pytest.mark.parametrize(
+    ("planted", "shown"),
+    [
+        ([25, 30, 35], "20 [20, 40]"),  # the same rates in every repeat: as wide as the step between them
+        ([25, 99, 35], "20 [9.32, ∞]"),
+        ([25, 99, 99], "> 40 [11.7, ∞]"),
+        ([99, 99, 99], "> 40 [40, ∞]"),
+        ([25, 5, 35], "20 [0, 184]"),
+        ([5, 5, 35], "< 10 [0, 116]"),
+        ([5, 5, 5], "< 10 [0, 10]"),
+        ([99], "> 40"),
+        ([25], "20"),
+    ],
+)
+def test_repeats_outside_of_the_range_count_as_above_or_below_it(planted, shown):
+    assert told(searched(planted, planted)) == shown
+
+
+def test_without_them_the_median_would_be_below_what_most_repeats_reached():
+    result = searched([25, 99, 99, 99, 35], [25] * 5)
+    assert told(result).startswith("> 40")
+    assert stats.median([row.value for row in result.rows if row.metric == "slo_rate_rps" and row.valid]) == 20
+
+
+def test_a_ratio_is_as_open_as_the_rates_leave_it_and_there_is_none_to_a_knee_outside():
+    alike = searched([25, 30, 35], [25, 30, 35]).ratio("new", "search", "slo_rate_rps")
+    assert (alike.median, alike.low, alike.high, alike.told) == (1, 0.5, 2, 0)
+    one_step = searched([15, 15, 15], [25, 30, 35]).ratio("new", "search", "slo_rate_rps")
+    assert (one_step.median, one_step.low, one_step.high, one_step.told) == (2, 1, 4, 0)
+    assert searched([25, 30, 35], [25, 99, 35]).ratio("new", "search", "slo_rate_rps") is None
+    assert searched([25, 5, 35], [25, 30, 35]).ratio("new", "search", "slo_rate_rps") is None
+
+
+@pytest.mark.parametrize(
+    ("planted", "bound", "value", "verdict"),
+    [
+        ([99, 99, 99], Bound.at_least, 30, Verdict.supported),
+        ([99, 99, 99], Bound.at_most, 30, Verdict.refuted),
+        ([99, 99, 99], Bound.at_least, 80, Verdict.inconclusive),  # nobody knows how far above the range
+        ([25, 30, 35], Bound.at_least, 30, Verdict.inconclusive),  # which lies between two rates that were tried
+        ([5, 5, 5], Bound.at_least, 20, Verdict.refuted),
+    ],
+)
+def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdict):
+    claim = Claim("slo_rate_rps", "base", "search", bound, value)
+    assert searched(planted, planted, claims=(claim,)).judgements[0].verdict is verdict
+
+
+def test_a_ratio_that_is_claimed_says_why_there_is_none():
+    claim = Claim("slo_rate_rps", "new", "search", Bound.ratio_at_least, 1.0, "base", "search")
+    (judged,) = searched([25, 25], [25, 99], claims=(claim,)).judgements
+    assert judged.reason == "the knee lies outside of the searched range, which tells no ratio"
+
+
+def test_the_page_tells_what_lies_outside_and_stored_rows_stay_as_they_are(tmp_path):
+    result = searched([99, 99, 99], [25, 30, 35])
+    sheet = Sheet(result)
+    assert sheet.value("base", "search", "slo_rate_rps") == "> 40 [40, ∞]"
+    assert sheet.ratio("new", "search", "slo_rate_rps") == "-"
+    again = store.read(store.write(tmp_path, result))
+    assert again.rows == result.rows
+    assert told(again) == "> 40 [40, ∞]"
+
+
+def test_two_results_are_compared_by_where_their_knees_can_be(tmp_path):
+    first = store.write(tmp_path / "a", searched([15, 15, 15], [99, 99, 99]))
+    text = compare(first, store.write(tmp_path / "b", searched([25, 30, 35], [25, 30, 35])))
+    assert "10 [10, 20]   20 [20, 40]  2x [1, 4]  no difference shown" in text
+    assert "a knee outside of the range" in text
+
+
+def test_older_results_with_the_end_of_the_range_as_their_answer_are_bracketed_too():
+    result = searched([99, 99, 99], [25, 30, 35])
+    old = [replace(r, value=40.0, valid=True, reason="") if r.reason else r for r in result.rows]
+    assert told(replace(result, rows=tuple(old))) == "> 40 [40, ∞]"
+
+
+def test_a_search_that_was_not_decided_and_a_peer_that_is_not_there_have_no_knee():
+    result = searched([25, 30, 35], [25, 30, 35])
+    spoiled = [replace(r, valid=False, reason="the pass at 20/s does not count") if r.repeat == 1 else r
+               for r in result.rows]  # fmt: skip
+    found = knees.bracketed(spoiled, result.info.points, result.info.config)
+    values = [r.value for r in found if r.metric == "slo_rate_rps" and r.variant == "base" and r.valid]
+    assert [(value, value.missed) for value in values] == [(20, 40), (20, 40)]
+
+
+def test_a_figure_of_some_points_alone_has_rows_at_others():
+    result = searched([25, 30, 35], [25, 30, 35])
+    some = {name: settings for name, settings in result.info.points.items() if name != "search"}
+    assert replace(result, info=replace(result.info, points=some)).table.values("base", "search", "slo_rate_rps")
+    alone = replace(result, info=replace(result.info, points={"search": {}}))
+    assert told(alone) == "20 [20, 20]"  # without its passes nobody knows what was missed
+
+
+def test_values_that_are_no_knees_are_estimated_as_ever():
+    values = {(0, 0): 20.0, (0, 1): 40.0}
+    knee = {turn: Kept(value, math.inf) for turn, value in values.items()}
+    assert stats.absolute(values).beyond == ""
+    assert stats.in_range(values)
+    assert not stats.in_range(knee)
