@@ -17,7 +17,7 @@ TARGET = "target"  # begins the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
 PEERS = (  # kinds of variants; and of implementations of a kernel, what others wrote
     *("vllm", "vllm_served", "hf", "hf_continuous"),
-    *("fa3", "fa4", "flash_attn", "sdpa", "torch", "compile"),
+    *("fa3", "fa4", "flash_attn", "flash_mla", "sdpa", "torch", "compile"),
 )
 Cell = tuple[str, str]  # variant, point
 
