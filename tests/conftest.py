@@ -81,9 +81,11 @@ def _runs_on_the_gpu(item: Any) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made is left out of garbage collections: each would take some tenths of a second."""
+    """What imports have made is left out of garbage collections, each of which would take some tenths of a second, and
+    there are fewer of them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

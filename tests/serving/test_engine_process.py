@@ -303,7 +303,7 @@ def test_times_of_requests_that_have_ended_are_forgotten(hand_driven: MakeServer
     for number in range(100):
         asked = add(number, {"max_tokens": 1})
         client.say(structs.replace(asked, deadline_time=asked.arrival_time + 1e9))
-        server.turn(3)
+        server.turn_until_idle()
         client.hear()
     assert not server.server._owners
     assert len(server.server._deadlines) <= 65
