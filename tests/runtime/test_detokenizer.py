@@ -147,6 +147,15 @@ class TestWays:
         texts = [window.push(chunk) for chunk in chunks_of(data, token_ids)] + [window.finish()]
         assert "".join(texts) == tokenizer.decode(token_ids)
 
+    def test_chunks_that_end_within_a_character(self):
+        tokenizer = byte_level()
+        token_ids = byte_ids(tokenizer, ("a" + "€" * 40).encode())
+        for size in (2, 4, 5, 7, 8, 40):
+            window = WindowStream(tokenizer, tokenizer.special_ids)
+            texts = [window.push(token_ids[i : i + size]) for i in range(0, len(token_ids), size)] + [window.finish()]
+            assert "".join(texts) == "a" + "€" * 40
+            assert len([text for text in texts if text]) > 2
+
     def test_who_means_the_sign_for_no_character_gets_it_soon(self):
         """And costs no more with each token."""
         tokenizer = SimpleNamespace(byte_fallback_ids=frozenset(), vocab_size=9)

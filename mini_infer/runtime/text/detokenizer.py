@@ -150,20 +150,31 @@ class WindowStream:
         self._pending += self._known(token_ids)
         if not self._pending or self._pending[-1] in self._tokenizer.byte_fallback_ids:
             return ""
-        text = self._new_text()
-        if not text or (text.endswith(REPLACEMENT) and len(self._pending) <= UNFINISHED_TOKENS):
-            return ""
-        self._context, self._pending = self._pending, []
-        return text
+        most = len(self._pending)
+        # A chunk of tokens may end within a character: those before it are whole.
+        for count in range(most, max(0, most - UNFINISHED_TOKENS), -1):
+            if self._pending[count - 1] in self._tokenizer.byte_fallback_ids:
+                continue
+            text = self._new_text(count)
+            if not text:
+                return ""
+            if not text.endswith(REPLACEMENT):
+                return self._take(count, text)
+        return "" if most <= UNFINISHED_TOKENS else self._take(most, self._new_text())  # which means the sign itself
 
     def finish(self) -> str:
         text = self._new_text()
         self._context, self._pending = [], []
         return text
 
-    def _new_text(self) -> str:
+    def _take(self, count: int, text: str) -> str:
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        return text
+
+    def _new_text(self, count: int | None = None) -> str:
+        """Of so many of the pending tokens; of all of them."""
         before = self._decode(self._context)
-        return self._decode(self._context + self._pending)[len(before) :]
+        return self._decode(self._context + self._pending[:count])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
