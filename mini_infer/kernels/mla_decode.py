@@ -220,7 +220,8 @@ def mla_decode(
         block_tables.stride(0), scale * math.log2(math.e), shape, **options, **pdl,
     )  # fmt: skip
     if parts is not None and apart:
-        block = shape.block_v if rank % 128 else 128
+        # One row has the most parts to merge: its programs are smaller, and so are more.
+        block = shape.block_v if rank % 128 else 64 if num_rows == 1 else 128
         _merge_parts_kernel[(q.shape[1] * query_len, num_rows, triton.cdiv(rank, block))](
             out, parts, num_parts, shape, PACKS=shape.packs, BLOCK=block,
             BLOCK_PARTS=triton.next_power_of_2(num_parts), num_warps=4, **pdl,
