@@ -115,9 +115,11 @@ def quantized_layers(
         if ids is None:
             raise ConfigError(f"--method {recipe.method.value} needs calibration text")
         first, told = decoder.inputs(ids if start == 0 else ids[:1])
-        hidden = hidden if start else first
-        hidden = hidden if hidden is None else hidden.to(first.device)  # what was kept comes from a file
-        if hidden is None and start < len(decoder.layers):
+        if start == 0:
+            hidden = first
+        elif hidden is not None:
+            hidden = hidden.to(first.device)  # what was kept comes from a file
+        elif start < len(decoder.layers):
             raise ValueError(f"hidden states in front of layer {start} are missing")
     for index in range(start, len(decoder.layers)):
         with decoder.loaded(index) as layer:

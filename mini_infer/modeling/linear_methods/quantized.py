@@ -283,9 +283,7 @@ class QuantizedLinear(LinearMethod):
             return
         self._taken[part][key] = tensor.to(self._build.device)
         sizes = self._shape.parts.items()
-        if not self._placed and all(
-            self._format.complete(self._taken[name], size, self._shape.in_size) for name, size in sizes
-        ):
+        if all(self._format.complete(self._taken[name], size, self._shape.in_size) for name, size in sizes):
             self._place(self._taken, self._format)
 
     def _place(self, tensors: Mapping[str, Mapping[str, Tensor]], form: LayerFormat) -> None:
