@@ -46,12 +46,9 @@ class BlockPool:
         if count > self.num_free:
             return None
         blank, ref_counts = self._blank, self._ref_counts
-        first = max(0, len(blank) - count)
-        taken = blank[first:]
-        taken.reverse()  # it is a stack
-        del blank[first:]
+        taken = [blank.pop() for _ in range(min(count, len(blank)))] if blank else []
         if len(taken) < count:
-            taken += self._evict(count - len(taken))
+            self._evict(count - len(taken), taken)
         for block in taken:
             ref_counts[block] = 1
         return taken
@@ -126,17 +123,17 @@ class BlockPool:
         lost = sum([ref_counts[block] == 0 or block in gained for block in shared])
         return self.num_free + len(gained) - lost
 
-    def _evict(self, count: int) -> list[int]:
+    def _evict(self, count: int, evicted: list[int]) -> None:
+        """Adds so many to `evicted`."""
         lru, hashes, block_of_hash = self._lru, self._hashes, self._block_of_hash
-        evicted: list[int] = []
-        while missing := count - len(evicted):
-            oldest = [lru.popleft() for _ in range(missing)]
-            evicted += [block for block in oldest if not self._takes_void(block)] if self._num_void else oldest
-        for block in evicted:
+        for _ in range(count):
+            block = lru.popleft()
+            while self._num_void and self._takes_void(block):
+                block = lru.popleft()
             del block_of_hash[hashes[block]]  # type: ignore[arg-type]  # what is cached has one
             hashes[block] = None
+            evicted.append(block)
         self.num_evictions += count
-        return evicted
 
     def _takes_void(self, block: int) -> bool:
         """Whether an entry that has left the line was void."""

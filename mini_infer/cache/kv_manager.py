@@ -163,8 +163,9 @@ class KVManager:
         new: list[bytes] = []
         for request in requests if self.prefix_caching else ():
             full = (request.num_tokens - 1) // self.block_size
-            self._extend_hashes(request, full)
-            new += request.block_hashes[request.num_committed_blocks : full]
+            if full > request.num_committed_blocks:
+                self._extend_hashes(request, full)
+                new += request.block_hashes[request.num_committed_blocks : full]
         return len(set(new)) < len(new) or self._pool.holds_any(new)
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:

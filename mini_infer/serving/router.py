@@ -171,8 +171,9 @@ class Router:
         if not chain or self._round_robin or len(among) == 1:
             number = self._in_turn(sorted(among))
             return number, 0 if len(among) > 1 else self._replicas[number].depth(chain)
-        most = min([loads[number] for number in among]) * OVERLOAD_RATIO + OVERLOAD_REQUESTS
-        free = {number for number in among if loads[number] <= most}
+        theirs = [loads[number] for number in among]
+        most = min(theirs) * OVERLOAD_RATIO + OVERLOAD_REQUESTS
+        free = set(among) if max(theirs) <= most else {number for number in among if loads[number] <= most}
         equal, deepest = self._holding(chain, free)
         if len(equal) != 1:
             chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
