@@ -21,6 +21,9 @@ setup: $(DEV_STAMP)
 demo: $(RUN_STAMP)
 	$(BIN)/python run.py experiment=quickstart
 
+# Kernels are interpreted on every machine alike; experiments/gpu_tests.py is for compiled ones.
+test quick: export CUDA_VISIBLE_DEVICES :=
+
 test: $(DEV_STAMP)
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest --numprocesses $(WORKERS) --dist worksteal
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --skip-covered --fail-under 90
