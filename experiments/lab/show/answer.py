@@ -72,7 +72,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
         times = f"{wording.number(ratio.median)}x " if ratio else ""
         return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
     if ratio is None or ratio.low is None:
-        return f"{short} {told}" + (" (one valid repeat)" if effect.own.n == 1 else "")
+        return f"{short} {told}" + (" (one valid repeat)" if (ratio or effect.own).n == 1 else "")
     if effect.told == 0:
         gain = effect.gain
         loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
