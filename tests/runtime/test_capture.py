@@ -95,13 +95,35 @@ def test_a_size_that_finds_no_memory_is_left_out(
         return graph
 
     captured, report = capture_sizes([64, 128, 192, 256], capture, "tokens", GraphMemory(CPU), 7)
-    assert (list(captured), report.batch_sizes, report.memory_bytes) == ([128, 64], (64, 128), 407)
+    assert (list(captured), report.batch_sizes, report.memory_bytes) == ([128, 64], (64, 128), 207)
     assert report.limits == (
         "no graph for 256 tokens: out of GPU memory during capture",
         "no graph for 192 tokens: out of GPU memory during capture",
     )
     assert log[-6:] == ["begin 2", "end 2", "replay 2", "begin 3", "end 3", "replay 3"]
     assert alive_when_emptied == [0, 0, 0], "at the start, and where what a size has taken is given back"
+
+
+@pytest.mark.parametrize(
+    ("by_others", "known"), [([0, 0, 0], 3), ([0, 57 * 2**30, 0], 2), ([0, 0, -(2**30)], 2), ([2**30] * 3, 0)]
+)
+def test_what_other_processes_take_meanwhile_is_not_of_the_graphs(
+    pretended_gpu: SimpleNamespace, by_others: list[int], known: int
+) -> None:
+    """A peer that loads beside an engine as it captures: with its weights, 20 graphs had taken 58 GiB."""
+    others = iter(by_others)
+
+    def capture(size: int) -> SimpleNamespace:
+        of_torch, of_driver = (500, 4) if size == 3 else (0, 2)  # the others fit into the largest's
+        pretended_gpu.reserved += of_torch
+        pretended_gpu.free -= of_torch + of_driver + next(others)
+        return SimpleNamespace(replay=lambda: None)
+
+    report = capture_sizes([1, 2, 3], capture, "rows", GraphMemory(CPU), 10)[1]
+    told = [taken for taken, by in zip([4, 2, 2], by_others, strict=True) if not by]
+    assert report.memory_bytes == 500 + 10 + sum(told)
+    note = f"what the driver took for {3 - known} of 3 sizes is not known: other processes took or gave back GPU memory"
+    assert report.limits == ((f"{note} meanwhile",) if known < 3 else ())
 
 
 @pytest.mark.usefixtures("pretended_gpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from experiments.lab.judge.logit_gate import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -219,3 +222,49 @@ def test_refusals_name_the_reason() -> None:
     config = dataclasses.replace(engine.config.model, hf_config=huge)
     with pytest.raises(ConfigError, match=r"the weights of qwen2 take .* GiB"):
         LLMEngine(dataclasses.replace(engine.config, model=config))
+
+
+# Another process: it takes a GiB when it is told to.
+PEER = """
+import torch
+held = [torch.zeros(1, device="cuda")]
+print("ready", flush=True)
+input()
+held.append(torch.zeros(2**30, dtype=torch.uint8, device="cuda"))
+torch.cuda.synchronize()
+print("taken", flush=True)
+input()
+"""
+
+
+def test_graphs_take_the_memory_of_the_largest_and_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts of 32 sizes: of memory of its own each would make some 20 MiB at most, all of them 330."""
+    attempt, grown = capture._try, []
+    peer = subprocess.Popen([sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    told = iter([True])
+
+    def noted(*args: Any) -> Any:
+        if next(told, False):
+            print(file=peer.stdin, flush=True)
+            assert peer.stdout.readline() == "taken\n"
+        before = torch.cuda.memory_reserved()
+        captured = attempt(*args)
+        grown.append(torch.cuda.memory_reserved() - before)
+        return captured
+
+    monkeypatch.setattr(capture, "_try", noted)
+    try:
+        assert peer.stdout.readline() == "ready\n"
+        started = make("qwen2_moe", graphs=GraphsConfig(max_prefill_tokens=2048)).startup
+    finally:
+        peer.kill()
+        peer.wait()
+    assert len(grown) == 6 + 32, "rows up to 24, tokens up to 2048"
+    assert sum(grown[1:6] + grown[7:]) <= 2 * 20 * 2**20, "beside the largest, two segments of torch's"
+    assert started.graphs.memory_bytes < 2**28
+    assert started.graphs.limits == (
+        "what the driver took for 1 of 6 sizes is not known: other processes took or gave back GPU memory meanwhile",
+    )
+    assert started.prefill_graphs.limits == ()

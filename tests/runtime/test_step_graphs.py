@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_graphs import RecordingGraph
+from fake_graphs import RecordingGraph, numbered
+from model_shapes import SHAPES
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.attention.backend import AttentionBackend, AttentionStep
@@ -243,11 +249,13 @@ def engine(request: pytest.FixtureRequest) -> LLMEngine:
 class Captures:
     """Captures an engine's steps on a CPU, greedily, whose results no host looks at meanwhile."""
 
-    def __init__(self, engine: LLMEngine, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, engine: LLMEngine, patch: pytest.MonkeyPatch, new_graph: Callable[[], Any] = RecordingGraph
+    ) -> None:
         runner = engine.executor.runner
         drafter = runner._drafter
         models = [runner._model] + ([drafter._model] if isinstance(drafter, DraftModel) else [])
-        graphs = StepGraphs(runner._states, drafter.chain, runner._rows.run, RecordingGraph)
+        graphs = StepGraphs(runner._states, drafter.chain, runner._rows.run, new_graph)
         with patch.context() as inner:
             for model in models:
                 choice = dataclasses.replace(model._backends.decode, backend=DeviceOnly())  # type: ignore[attr-defined]
@@ -308,3 +316,37 @@ def test_tokens_are_the_same_through_graphs_of_decode_steps(monkeypatch: pytest.
     assert completions() == expected
     assert {descriptor.num_rows for descriptor in captures.replayed} >= {1, 4}
     assert len(captures.replayed) >= 13
+
+
+class Made(TorchDispatchMode):
+    """Notes the memory that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._made.append((weakref.ref(tensor.untyped_storage()), tensor.dtype))
+        return result
+
+    def kept(self) -> list[torch.dtype]:
+        """Of what is alive."""
+        return [dtype for storage, dtype in self._made if storage() is not None]
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_captured_steps_keep_nothing_that_the_model_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a size keeps is no room for smaller ones."""
+    model = {"load_format": "dummy", "hf_config": SHAPES["qwen2_moe"], "device": "cpu", "max_model_len": 64}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"num_blocks": 8}}))
+    with Made() as made:
+        Captures(engine, monkeypatch, numbered([]))
+    assert len(made) > 1000
+    assert sum(dtype.is_floating_point for dtype in made.kept()) == 1, "the logits, which all sizes share"

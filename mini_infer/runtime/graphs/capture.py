@@ -25,6 +25,8 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+_MOST_OF_DRIVER = 64 * 2**20  # for the graphs of one size it takes 2 to 20 MiB, and more than this nobody but others
+
 Size = TypeVar("Size")
 Captured = TypeVar("Captured")
 
@@ -112,7 +114,7 @@ def capture_sizes(
     units: Callable[[Any], int] = int,
 ) -> tuple[dict[Size, Captured], CaptureReport]:
     """Captures the sizes while nothing else runs on the GPU, the largest first: the others fit into its memory. One
-    that finds no memory is left out, and the report says so.
+    that finds no memory is left out, and the report says so. What other processes take meanwhile is not the graphs'.
 
     Args:
         capture: captures one size, on the current stream: something that can `replay`.
@@ -123,31 +125,43 @@ def capture_sizes(
     device, start = memory.device, time.perf_counter()
     gc.collect()  # not during a capture: what it frees might be a graph
     torch.cuda.empty_cache()  # what others have left is not counted as saved
-    free = torch.cuda.mem_get_info(device)[0]
+    reserved = torch.cuda.memory_reserved(device)
     captured: dict[Size, Captured] = {}
     left_out: list[int] = []
+    of_driver: list[int] = []  # bytes of each size, where they are known
     current = torch.cuda.current_stream(device)
     memory.stream.wait_stream(current)
     with torch.cuda.stream(memory.stream):
         for size in _progress_bar(sorted(sizes, key=units, reverse=True), f"capturing CUDA graphs ({unit})"):
+            beside = _beside_torch(device)
             graphs = _try(capture, size, memory)
             if graphs is not None:
                 captured[size] = graphs
+                if abs(taken := _beside_torch(device) - beside) <= _MOST_OF_DRIVER:
+                    of_driver.append(taken)
                 continue
             # Not in _try: as long as the error is handled, its traceback holds what the size has taken. And a pool that
             # has no graphs left must be empty before the next one is captured into it.
             torch.cuda.empty_cache()
             left_out.append(units(size))
     current.wait_stream(memory.stream)
-    taken = free - torch.cuda.mem_get_info(device)[0]
+    limits = [f"no graph for {number} {unit}: out of GPU memory during capture" for number in dict.fromkeys(left_out)]
+    if unknown := len(captured) - len(of_driver):
+        others = f"what the driver took for {unknown} of {len(captured)} sizes is not known"
+        limits.append(f"{others}: other processes took or gave back GPU memory meanwhile")
     return captured, CaptureReport(
         batch_sizes=tuple(sorted({units(size) for size in captured})),
         seconds=time.perf_counter() - start,
-        memory_bytes=taken + static_bytes,
-        limits=tuple(
-            f"no graph for {number} {unit}: out of GPU memory during capture" for number in dict.fromkeys(left_out)
-        ),
+        memory_bytes=torch.cuda.memory_reserved(device) - reserved + sum(of_driver) + static_bytes,
+        limits=tuple(limits),
     )
+
+
+def _beside_torch(device: torch.device) -> int:
+    """Bytes of the GPU that are taken, and not by torch in this process: by its driver or by other processes, which
+    nobody tells apart."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _progress_bar(items: Sequence[Size], title: str) -> Iterable[Size]:
