@@ -224,6 +224,24 @@ def test_refusals_name_the_reason() -> None:
         LLMEngine(dataclasses.replace(engine.config, model=config))
 
 
+def test_no_step_takes_memory_from_the_driver_after_the_cache_was_emptied() -> None:
+    """Prompts that arrive together, so that logits of a step lie in a hole that the next one needs, if it has none of
+    its own."""
+    shape = SHAPES["qwen2_moe"] | {"vocab_size": 151936}
+    model = {"load_format": "dummy", "hf_config": shape, "dtype": "bfloat16", "device": "cuda"}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"memory_gib": 1.0}}))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    generator = torch.Generator().manual_seed(7)
+    for count, length in ((8, 2000), (32, 500), (100, 500), (256, 128)):
+        batch = torch.randint(0, 5003, (count, length), generator=generator).tolist()
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine.executor.reserve_memory()
+        before = torch.cuda.memory_reserved()
+        engine.generate(batch, params)
+        assert torch.cuda.memory_reserved() <= before, f"{count} prompts of {length} tokens"
+
+
 # Another process: it takes a GiB when it is told to.
 PEER = """
 import torch
