@@ -100,6 +100,11 @@ class KVTransfer:
             _Part(blocks, blocks.new_empty((self._num_staged, *blocks.shape[1:])), chunks)
             for blocks, chunks in zip(all_blocks, host, strict=True)
         ]
+        # Of a transfer's blocks on the device: its targets are distinct. The memory is kept, because what another stream
+        # than the model's takes, the allocator asks the driver for in the middle of a step.
+        most = max(num_host_blocks, len(all_blocks[0]))
+        self._indices = torch.empty(most, dtype=torch.int64, device=self._device)
+        self._stream.uses(self._indices)
         for part in self._parts:
             self._stream.uses(part.blocks)
             self._stream.uses(part.staged)
@@ -187,8 +192,8 @@ class KVTransfer:
         hosts, devices = zip(*pairs, strict=True)
         # In one piece: each piece of page-locked memory that torch has to ask the driver for makes the caller wait.
         pinned = torch.tensor(devices, pin_memory=self._device.type == "cuda")
-        indices = pinned.to(self._device, non_blocking=True).split(self._num_staged)
-        for number, index in enumerate(indices):
+        indices = self._indices[: len(devices)].copy_(pinned, non_blocking=True)
+        for number, index in enumerate(indices.split(self._num_staged)):
             host = hosts[number * self._num_staged :][: len(index)]
             for part in self._parts:
                 (part.to_host if transfer.to_host else part.to_device)(host, index)
