@@ -100,8 +100,8 @@ class KVTransfer:
             _Part(blocks, blocks.new_empty((self._num_staged, *blocks.shape[1:])), chunks)
             for blocks, chunks in zip(all_blocks, host, strict=True)
         ]
-        # Of a transfer's blocks on the device: its targets are distinct. The memory is kept, because what another stream
-        # than the model's takes, the allocator asks the driver for in the middle of a step.
+        # Of a transfer's blocks on the device: its targets are distinct. They have memory of their own, because what is
+        # taken on another stream than the model's, the allocator asks the driver for, in the middle of a step.
         most = max(num_host_blocks, len(all_blocks[0]))
         self._indices = torch.empty(most, dtype=torch.int64, device=self._device)
         self._stream.uses(self._indices)
