@@ -102,7 +102,8 @@ def test_a_request_is_a_span_of_the_clients_trace(collector: Collector, tmp_path
 
 
 def test_a_collector_that_is_not_there_costs_nobody_anything() -> None:
-    with running("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
+    patience = {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "1"}  # of the exporter, in seconds, when the server ends
+    with running("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces", environ=patience) as server:
         server.check_unharmed()
 
 

@@ -101,6 +101,8 @@ class Pair:
         made.__class__ = _Receiver
         assert isinstance(made, _Receiver)
         made.pair, self.receiver = self, made
+        if made._wait_s:
+            made._wait_s = 0.05  # of what ends here no thread copies for longer
 
     def start_prefill(self) -> None:
         self.prefill = LLMEngine(replace(self._config, parallel={"prefill": 1, **self._ranks[0]}))
