@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0  # before another process is started; each time twice as long
 STEADY_S = 60.0  # of serving, after which a death counts as the first
 WATCH_S = 1.0  # between two looks at when it last said something
+SILENT_S = 1.0  # for one that has said nothing for too long, until it is killed: its streams wait meanwhile
 BACKSTOP_S = 5.0  # beyond the time that a drained engine has, until it is killed
 
 
@@ -107,7 +108,7 @@ class KeptEngine(Listener):
         while (silence := time.monotonic() - link.heard) < self._hang_timeout:
             await asyncio.sleep(min(self._hang_timeout - silence, WATCH_S))
         logger.error("%s has not said anything for %.0f s, and is ended", self.name, silence)
-        await asyncio.to_thread(self._process.stop)
+        await asyncio.to_thread(self._process.stop, SILENT_S)
 
     async def _start_again(self) -> None:
         await asyncio.to_thread(self._process.stop)
