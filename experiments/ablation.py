@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
-from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
@@ -59,15 +58,15 @@ class Ablation(Experiment):
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
-        again = self.settings.aa
-        if again is Again.always or (again is Again.auto and hardware.resolve(self.device) == "cuda"):
-            spec, self.aa = spec.with_baseline_again()
         self.spec, self.baseline = spec, spec.baseline
+        labels = self.with_baseline_again(
+            {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
+        )
         self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
         self._gate_at = self._named("gate_at") or self._grid
-        self._cells = {cell.key: cell for cell in self._made(config)}
+        self._cells = {cell.key: cell for cell in self._made(config, labels)}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
         if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
@@ -75,9 +74,7 @@ class Ablation(Experiment):
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *spec.search.points, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
-        self.variants = {
-            name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
-        }
+        self.variants = {name: _label(label, synthetic=name in synthetic) for name, label in labels.items()}
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
         foreign = {cell.variant: cell.kind for cell in self._cells.values() if not cell.kind.can.ours}
         here = {name for name, kind in foreign.items() if self._peers.processes_of(kind) != 0}
@@ -98,20 +95,21 @@ class Ablation(Experiment):
     def claimable(self) -> Sequence[Point]:
         return [*self._grid, *self.spec.search.result]
 
-    def _made(self, config: DictConfig) -> Iterator[Cell]:
+    def _made(self, config: DictConfig, names: Iterable[str]) -> Iterator[Cell]:
         asked = schema.of_points(config)
         known = dict[tuple[str, str], tuple[Kind, EngineConfig]]()  # most points change the workload alone
         for point in [*self._grid, *self.spec.search.points]:
             at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             of_engine = repr(schema.plain(at_point.engine))
-            for variant, changes in self.spec.variants.items():
-                if variant == self.aa and point.name not in self._again_at:
+            for name in names:
+                if name == self.aa and point.name not in self._again_at:
                     continue
+                variant = self.of_arm(name)
                 if (variant, of_engine) not in known:
-                    known[variant, of_engine] = variants.made(at_point, variant, changes or {})
+                    known[variant, of_engine] = variants.made(at_point, variant, self.spec.variants[variant] or {})
                 kind, engine = known[variant, of_engine]
-                yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
+                yield Cell(name, point, kind, engine, load, variant)
 
     def measure(self, steps: Steps) -> Findings:
         sources = dict[str, None]()  # of what simulated steps take
@@ -289,9 +287,8 @@ def _one_engine(engine: EngineConfig) -> EngineConfig:
     return replace(engine, parallel=replace(engine.parallel.of_one, **between))
 
 
-def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:
+def _label(label: str, synthetic: bool) -> str:
     """In every table and figure. Acceptance that is a setting is called so."""
-    label = changes.get("label") or name.replace("_", " ")
     return f"{label} (synthetic)" if synthetic and "synthetic" not in label else label
 
 

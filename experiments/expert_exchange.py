@@ -71,7 +71,7 @@ class ExpertExchangeExperiment(OverRanks):
         super().__init__(config)
         self.device = Device(hardware.resolve(self.engine.model.device))
         self.make = partial(_Rank, model=self.engine.model, spec=self.spec)
-        self.variants = LABELS
+        self.variants = self.with_baseline_again(LABELS)
         self.metrics = {
             "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
             "exchange_us": Metric("of it dispatch and combine: experts give back what they get", "µs", Better.lower),

@@ -70,14 +70,6 @@ class AblationSpec(ExperimentSpec):
                 "nobody's own. Leave one of the two out"
             )
 
-    def with_baseline_again(self) -> tuple[AblationSpec, str]:
-        """With the baseline a second time, which is to show no difference, and its name."""
-        name, changes = f"{self.baseline} again", self.variants[self.baseline] or {}
-        if name in self.variants:
-            raise ConfigError(f"experiment.variants.{name} has the name of the baseline's second arm: rename it")
-        label = f"{changes.get('label') or self.baseline.replace('_', ' ')} again"
-        return replace(self, variants={**self.variants, name: {**changes, "label": label}}), name
-
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
         alone has the same settings: HTTP is not simulated."""

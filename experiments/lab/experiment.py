@@ -19,12 +19,14 @@ from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import Point
+from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import Device
+from mini_infer.core.errors import ConfigError
 
 Made = TypeVar("Made", bound="Experiment")
 
@@ -104,6 +106,22 @@ class Experiment:
     def claimable(self) -> Sequence[Point]:
         """The points that claims may be about."""
         return self.points
+
+    def with_baseline_again(self, labels: Mapping[str, str]) -> dict[str, str]:
+        """The variants with their labels, and as the last one the baseline a second time, which is to show no
+        difference, where `measure.aa` asks for it on this device: `aa` is its name then."""
+        again = self.settings.aa
+        if again is Again.never or (again is Again.auto and hardware.resolve(self.device) != "cuda"):
+            return dict(labels)
+        assert self.baseline is not None
+        self.aa = f"{self.baseline} again"
+        if self.aa in labels:
+            raise ConfigError(f"experiment.variants.{self.aa} has the name of the baseline's second arm: rename it")
+        return {**labels, self.aa: f"{labels[self.baseline]} again"}
+
+    def of_arm(self, variant: str) -> str:
+        """The variant that is measured under this name: the baseline, of its second arm."""
+        return str(self.baseline) if variant == self.aa else variant
 
     def measure(self, steps: Steps) -> Findings:
         """In this process, with the seeds of the config."""

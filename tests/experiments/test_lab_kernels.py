@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels import fused as kernel_fused
 from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error, worst
 from experiments.lab.show.progress import Steps
+from experiments.lab.store import result as store
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -334,6 +336,110 @@ def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, mo
     assert "in fp32 from the same inputs at tokens=3 inner=64 | **refuted** | 0.100 | the gate |" in text
     assert "**inconclusive**: its numbers are too far from a reference in fp32" in text
     assert "fresh engine" not in text
+
+
+# --- the baseline a second time ---
+
+
+TICK_S = 2.0**-20  # sums of them are exact, so that equal arms have equal times
+
+
+class Clock:
+    """Of fused operations, a call of which takes so many ticks: of what was made second of a case, `second` ticks."""
+
+    def __init__(self, monkeypatch, ticks, second):
+        real, self.now, self.called = kernel_fused._Fused.implementation, 0.0, []
+
+        def implementation(case, variant):
+            before = vars(case).setdefault("made", [])
+            took, name = (second, f"{variant} again") if variant in before else (ticks[variant], variant)
+            before.append(variant)
+            made = real(case, variant)
+
+            def run(copy):
+                self.now += took * TICK_S
+                self.called.append(name)
+                return made.run(copy)
+
+            return Implementation(run)
+
+        monkeypatch.setattr(kernel_fused._Fused, "implementation", implementation)
+        monkeypatch.setattr(kernel_timer, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+EAGER_TWICE = ("eager", "eager again")
+TWO_CASES = {
+    "variants": {"torch": "", "eager": "one by one"},
+    "baseline": "eager",
+    "metrics": ["time_us"],
+    "plots": [],
+    "sweeps": [
+        {"case": "silu_mul", "shapes": {"tokens": [2, 3], "inner": [64]}},
+        {"case": "add_rms_norm", "shapes": {"tokens": [2], "hidden": [64]}},
+    ],
+}
+
+
+def timed_twice(build, monkeypatch, tmp_path, second):
+    clock = Clock(monkeypatch, {"torch": 5, "eager": 10}, second)
+    places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
+    config = build("measure.aa=always", "measure.repeats=2", *places, **TWO_CASES)
+    page = execute(config, "attention_backends", [], tmp_path).read_text()
+    (path,) = (tmp_path / "results").rglob("default.json")
+    return store.read(path), page, clock
+
+
+def test_the_baseline_is_timed_twice_at_every_point(build, monkeypatch, tmp_path):
+    found, page, clock = timed_twice(build, monkeypatch, tmp_path, second=10)
+    assert found.info.aa == "eager again"
+    assert found.info.variants == {"torch": "torch", "eager": "one by one", "eager again": "one by one again"}
+    first, second = ({(r.point, r.repeat): r.value for r in found.rows if r.variant == arm} for arm in EAGER_TWICE)
+    assert first == second
+    assert len(first) == 3 * 2
+    assert {gate.variant for gate in found.info.error_gates} == {"torch", "eager"}
+    there_and_back = ["torch", *EAGER_TWICE, "eager", "torch"]
+    assert [name for name, _ in itertools.groupby(clock.called)][-5:] == there_and_back  # at the last point
+    assert "| 1x [1, 1] |" in page
+    assert "differs from itself" not in page
+
+
+def test_a_second_arm_that_is_slower_is_said_on_top(build, monkeypatch, tmp_path):
+    _, page, _ = timed_twice(build, monkeypatch, tmp_path, second=11)
+    head, strip = page.partition("| measured |")[::2]
+    assert "the baseline differs from itself: A/A ratio 1.10 [1.10, 1.10]" in head
+    assert "| 1.10x [1.10, 1.10] |" in strip
+
+
+def test_on_a_gpu_the_baseline_is_timed_twice_without_being_asked(build):
+    assert KernelSweep.from_config(build(**THREE)).aa is None
+    assert KernelSweep.from_config(build("engine.model.device=cuda", **THREE)).aa == "eager again"
+    assert KernelSweep.from_config(build("engine.model.device=cuda", "measure.aa=never", **THREE)).aa is None
+
+
+def test_a_baseline_that_cannot_run_has_no_second_arm(build, no_interpreter):
+    found = measure(build("measure.aa=always", baseline="triton"))
+    assert {row.variant for row in found.rows} == {"sdpa"}
+    assert not any("again" in note for note in found.notes)
+
+
+def test_a_second_arm_that_fails_costs_itself_only(build, monkeypatch):
+    real, made = kernel_fused.SiluMul.implementation, itertools.count()
+
+    def implementation(self, variant):
+        if variant == "eager" and next(made) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, variant)
+
+    monkeypatch.setattr(kernel_fused.SiluMul, "implementation", implementation)
+    found = measure(build("measure.aa=always", **THREE))
+    lost = {(row.variant, row.point) for row in found.rows if not row.valid}
+    assert lost == {("eager again", "tokens=2 inner=64")}
+    (note,) = [note for note in found.notes if "absent" in note]
+    assert note == "eager again is absent at tokens=2 inner=64: it failed with OutOfMemoryError: CUDA out of memory."
+    assert {row.point for row in found.rows if row.valid and row.variant == "eager again"} == {
+        "tokens=3 inner=64",
+        "tokens=4 inner=64",
+    }
 
 
 def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch, no_interpreter):

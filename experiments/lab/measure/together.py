@@ -74,12 +74,13 @@ class OverRanks(Probe):
         return replace(findings, error_gates=list(self._gates.values()), notes=notes)
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
-        found = self._ranks.measure(variant, dict(point.values))
+        found = self._ranks.measure(self.of_arm(variant), dict(point.values))
         error = found.pop(ERROR)
         assert error is not None
-        self._gates[variant, point.name] = ErrorGate(
-            variant, point.name, error, self.spec.allowed_error, self.reference
-        )
+        if variant != self.aa:
+            self._gates[variant, point.name] = ErrorGate(
+                variant, point.name, error, self.spec.allowed_error, self.reference
+            )
         return found
 
 
