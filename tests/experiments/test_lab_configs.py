@@ -159,6 +159,14 @@ def test_a_mistake_in_an_experiment_is_found_before_anything_runs(compose_config
         raise ConfigError(text)
 
 
+def test_no_variant_has_the_name_of_the_second_arm(compose_config):
+    config = compose_config("experiment=quickstart", "measure.aa=always")
+    OmegaConf.set_struct(config, False)
+    config.experiment.variants["transformers again"] = {"kind": "hf"}
+    with pytest.raises(ConfigError, match="transformers again has the name of the baseline's second arm: rename it"):
+        build(config)
+
+
 @pytest.mark.parametrize("arguments", [[], ["experiment=quikstart"]])
 def test_the_program_ends_with_code_2_and_no_traceback(run_py, capsys, arguments):
     assert run_py(*arguments) == 2
