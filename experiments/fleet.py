@@ -38,6 +38,9 @@ LONGEST_ANSWER = 4096  # tokens
 METRICS = {
     "hit_rate": Metric("prompt tokens found in a cache", "", Better.higher, share=True),
     "kept_share": Metric("requests that kept the SLO, of those that did not break off", "", Better.higher, share=True),
+    "kept_down_share": Metric(
+        "requests that kept the SLO, of those that came while replicas were down", "", Better.higher, share=True
+    ),
     "ttft_p50_ms": Metric("time to first token, median", "ms", Better.lower),
     "ttft_p99_ms": Metric("time to first token, P99", "ms", Better.lower),
     "broken_share": Metric("streams that broke off with their replica", "", Better.lower, share=True),
@@ -51,7 +54,8 @@ class Case:
     Attributes:
         load: of the spec's rate, at its highest.
         swing: how far below its highest the load is at the beginning and at the end of the window: a day's.
-        down: share of the replicas that break down in the middle of the window, all at once.
+        down: share of the replicas that break down in the middle of the window, all at once, and come back
+            `restart_s` later.
     """
 
     replicas: int = 1000
@@ -74,7 +78,7 @@ class FleetSpec(ExperimentSpec):
         costs: a file of conf/costs, without its ending.
         slower: so much longer steps take than there: fewer requests then load a fleet, and are simulated sooner.
         rate_per_s: of requests to each replica, on the average over them, at a load of 1.
-        requests: that come within the window, at a load of 1.
+        window_s: in which requests come.
         prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
         shared: of the requests, that begin with one of them.
         prefix_tokens, suffix_tokens, output_tokens: of a request; outputs are exponentially distributed.
@@ -87,7 +91,7 @@ class FleetSpec(ExperimentSpec):
     costs: str = "qwen2_5_7b.h200"
     slower: float = 4.0
     rate_per_s: float = 2.5
-    requests: int = 16_000
+    window_s: float = 40.0
     prefixes: int = 2
     shared: float = 0.75
     prefix_tokens: int = 2048
@@ -96,8 +100,11 @@ class FleetSpec(ExperimentSpec):
     blocks: int = 8192
     ttft_ms: float = 2000.0
     tpot_ms: float = 100.0
-    restart_s: float = 60.0
+    restart_s: float = 10.0
     cases: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check.above_zero("experiment", self, "slower", "rate_per_s", "window_s", "restart_s", "ttft_ms", "tpot_ms")
 
 
 class _Seen(NamedTuple):
@@ -136,10 +143,10 @@ class Fleet(Probe):
         cluster = Cluster([self._replica() for _ in range(case.replicas)], *routers)
         gc.freeze()  # block pools are long lists, which the collector would go through again and again
         rng = np.random.default_rng(self.settings.seed)
-        window = spec.requests / (spec.rate_per_s * case.replicas)
+        window, breaks = spec.window_s, spec.window_s / 2
+        back = min(breaks + spec.restart_s, window)
         breaking = rng.permutation(case.replicas)[: round(case.down * case.replicas)].tolist()
-        events = [(window / 2, number, False) for number in breaking]
-        events += [(window / 2 + spec.restart_s, number, True) for number in breaking]
+        events = [(breaks, number, False) for number in breaking] + [(back, number, True) for number in breaking]
         seen: list[_Seen] = []
         num_broken = 0
         for due in self._arrivals(case, window, rng):
@@ -160,6 +167,7 @@ class Fleet(Probe):
         _advance(cluster, None, seen)
         found = {
             **self._told([one for one in seen if one.arrival_s >= SETTLING * window]),
+            "kept_down_share": self._kept([one for one in seen if breaking and breaks <= one.arrival_s < back]),
             "broken_share": num_broken / (num_broken + len(seen)),
             "route_us": self._route_us(routers[0], case, rng),
         }
@@ -196,14 +204,18 @@ class Fleet(Probe):
         return np.random.default_rng(self.settings.seed).integers(0, VOCABULARY, 1_000_000).tolist()
 
     def _told(self, seen: Sequence[_Seen]) -> dict[str, float | None]:
-        _, ttft, tpot, cached, prompt = np.array(seen).T
-        kept = (1e3 * ttft <= self.spec.ttft_ms) & (1e3 * tpot <= self.spec.tpot_ms)
+        _, ttft, _, cached, prompt = np.array(seen).T
         return {
             "hit_rate": float(cached.sum() / prompt.sum()),
-            "kept_share": float(kept.mean()),
+            "kept_share": self._kept(seen),
             "ttft_p50_ms": 1e3 * float(np.median(ttft)),
             "ttft_p99_ms": 1e3 * float(np.percentile(ttft, 99)) if len(ttft) >= 1000 else None,
         }
+
+    def _kept(self, seen: Sequence[_Seen]) -> float | None:
+        spec = self.spec
+        kept = sum(1e3 * one.ttft_s <= spec.ttft_ms and 1e3 * one.tpot_s <= spec.tpot_ms for one in seen)
+        return kept / len(seen) if seen else None
 
     def _route_us(self, router: Router, case: Case, rng: np.random.Generator) -> float:
         """Of a router that has seen all of it."""

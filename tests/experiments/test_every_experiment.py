@@ -104,7 +104,7 @@ OWN = {
     ],
     "expert_quantization": ["experiment.windows=1", "experiment.window_tokens=4"],
     "fleet": [
-        "experiment.requests=60",
+        *("experiment.window_s=8", "experiment.restart_s=2"),
         *("~experiment.cases", "+experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}"),
         *("experiment.prefix_tokens=64", "experiment.claims=[]"),
     ],

@@ -7,6 +7,8 @@ from dataclasses import replace
 from made_up import METRICS, result
 
 from experiments.lab.judge import marks
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.store.rows import Row
 
 VARIANTS = {"base": "whole prompts", "new": "chunked", "base again": "whole prompts again"}
@@ -38,6 +40,17 @@ def test_a_second_arm_that_is_slower_is_found_and_said():
     assert found >= 90
     (told,) = marks.of(run(bias=1.1))
     assert told.startswith("the baseline differs from itself: A/A ratio 1.1")
+
+
+def test_what_no_time_goes_into_says_nothing_of_a_second_arm():
+    """A ratio of requests in a batch is 1 whatever the machine does."""
+    slower = run(bias=1.1)
+    counted = METRICS | {"batch_size": Metric("requests that decode together", "requests", Better.higher)}
+    claim = Claim("batch_size", "new", "concurrency=8", Bound.ratio_at_least, 1.2, "base", "concurrency=8")
+    timed = [row for row in slower.rows if row.metric == "ttft_p50_ms"]
+    rows = [replace(row, metric="batch_size", value=8.0, unit="requests") for row in timed]
+    given = replace(slower, rows=[*slower.rows, *rows], info=replace(slower.info, metrics=counted, claims=(claim,)))
+    assert marks.again(given) == marks.again(slower)
 
 
 def test_a_run_without_a_second_arm_has_no_verdict():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.lab.judge.stats import Kept
-from experiments.lab.spec import RATE
+from experiments.lab.spec import IN_TIME, RATE
 from experiments.lab.store.rows import Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
@@ -17,12 +17,17 @@ KEPT = "slo_share"  # and the one that it looks at
 PASS = "search at "  # begins the name of the point of each of its passes
 
 
+def share(config: Mapping[str, Any]) -> float:
+    """Of the requests, which must come in time at a rate that a run of this config calls sustained."""
+    return float((config.get("experiment", {}).get("search") or {}).get("share", IN_TIME))
+
+
 def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:
     """The rows, with those of searches that came to an end as `Kept`, also where the knee lies outside of the range.
     What is at other points than `points`, as a figure has some of them, stays as it is."""
     if not any(row.metric == FOUND and row.point in points for row in rows):
         return list(rows)
-    least = config["experiment"]["search"]["share"]
+    least = share(config)
     passes = defaultdict[tuple[str, Turn], list[Row]](list)
     for row in rows:
         if row.metric == KEPT and row.valid and PASS in row.point and row.point in points:

@@ -20,11 +20,12 @@ def again(result: Result) -> Estimate | None:
     """The baseline's second arm over its first, by the metric of the run: in each repeat the geometric mean over all
     points. 5 % of sound runs tell it from 1. None where it was measured once, or the two share no valid repeat."""
     info = result.info
-    claimed = [claim.metric for claim in info.claims if claim.bound.is_ratio]
     timed = [name for name, metric in info.metrics.items() if metric.unit in OF_TIME]
+    claimed = [claim.metric for claim in info.claims if claim.bound.is_ratio and claim.metric in timed]
     if info.aa is None:
         return None
-    # Of the first claim of a ratio, else the first time or rate, that both have: no search is made a second time.
+    # Of the first claim of a ratio, else the first metric, that both have, of those that time goes into: counts are the
+    # same whatever the machine does. No search is made a second time.
     logs = next((logs for metric in (*claimed, *timed) if (logs := log_ratios(result, info.aa, metric))), {})
     whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
     pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}

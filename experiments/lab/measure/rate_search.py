@@ -12,7 +12,7 @@ from experiments.lab import check
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS
 from experiments.lab.points import Point
-from experiments.lab.spec import RATE
+from experiments.lab.spec import IN_TIME, RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs
 from mini_infer.core.errors import ConfigError
@@ -30,7 +30,7 @@ class RateSearch:
     # The range of rates; without it nothing is searched.
     low_per_s: float | None = None
     high_per_s: float | None = None
-    share: float = 0.9  # of the requests, which must keep every bound of experiment.slo
+    share: float = IN_TIME  # of the requests, which must keep every bound of experiment.slo
     # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
     # Requests of each rate come for so long at least: workload.count is raised for it. 0: it is as it is.

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.lab.judge import knees
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import INK, line_style
@@ -22,7 +23,6 @@ from experiments.lab.store.result import Result
 IN_FLIGHT = ("workload.concurrency", "workload.count")
 SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
-IN_TIME = 0.95  # of the requests that were offered
 ENOUGH = 3  # points of a curve
 WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
 
@@ -71,18 +71,18 @@ def goodput(result: Result) -> Figure:
 
 
 def _knee(result: Result) -> str:
-    """The last rate up to which nearly all came in time, variant by variant."""
-    found = []
+    """The last rate up to which the share that a search asks for came in time, variant by variant."""
+    found, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
         last = None
         for point, settings in result.info.points.items():
             reached = result.estimate(variant, point, GOODPUT)
-            if reached is None or reached.median < IN_TIME * settings[RATE]:
+            if reached is None or reached.median < share * settings[RATE]:
                 break
             last = settings[RATE]
         where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
         found.append(f"{label}: {where}")
-    return f"{IN_TIME:.0%} in time up to: {'; '.join(found)}"
+    return f"{share:.0%} in time up to: {'; '.join(found)}"
 
 
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
