@@ -83,6 +83,7 @@ class Ablation(Experiment):
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
         self._profiled = self._named("profile")
+        self.generates = bool(self._gated)
 
     def _named(self, name: str) -> list[Point]:
         """The points that a list of the spec names."""
@@ -149,8 +150,9 @@ class Ablation(Experiment):
                 terms, self._cells, len(repeats), steps, spec, self._peers, self._simulator, self.aa, self._left_out
             )
         ) as session:
-            error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
-            exact_gates = self._exact_gates(device, inputs)
+            gated = self.settings.gates
+            error_gates = logit_gate.gates(self._gated, error) if gated and (error := spec.gate_logit_error) else []
+            exact_gates = self._exact_gates(device, inputs) if gated else []
             session.prepare(inputs)
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
@@ -221,7 +223,7 @@ class Ablation(Experiment):
     @property
     def _gated(self) -> dict[str, EngineConfig]:
         """Every variant that is this engine, the baseline too, at the first point; but for dry models."""
-        at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
+        at = [self._cell(variant, self._grid[0]) for variant in self._alone]
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_engine(cell.engine) for cell in ours}
 

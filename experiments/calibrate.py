@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from experiments.lab import check, schema
 from experiments.lab.axes import CONF
 from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware, rounds
 from experiments.lab.measure.costs import CostFile, Layout
@@ -88,6 +89,7 @@ class Arrival:
 
 class Calibrate(Experiment):
     spec: CalibrateSpec
+    generates = True
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
     metrics: Mapping[str, Metric] = METRICS
     points: Sequence[Point] = tuple(KINDS.values())
@@ -108,6 +110,9 @@ class Calibrate(Experiment):
         self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]
 
     def measure(self, steps: Steps) -> Findings:
+        # Steps that leave out some of the work are short; of the loads' own tokens nobody knows which are right.
+        device = hardware.resolve(self.device)
+        gates = [ExactGate(device).of_probes(VARIANT, self.engine)] if self.settings.gates else []
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
@@ -122,6 +127,7 @@ class Calibrate(Experiment):
             status=status,
             error=error,
             steps=[*rows[FIT], *rows[CHECK]],
+            gates=gates,
         )
 
     def finish(self, findings: Findings) -> None:

@@ -119,6 +119,7 @@ class DisaggregationSpec(ExperimentSpec):
 class Disaggregation(Probe):
     spec: DisaggregationSpec
     baseline = TOGETHER
+    generates = True
     metrics: Mapping[str, Metric] = METRICS
     variants: Mapping[str, str] = {name: label for name, (label, _) in ROLES.items()}
 

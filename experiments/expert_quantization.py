@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,11 +18,15 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from experiments.lab import check, points
+from experiments.lab.experiment import Findings
+from experiments.lab.judge.exact_gate import ExactGate
+from experiments.lab.judge.gate import Gate
 from experiments.lab.judge.logit_gate import probe_batch
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.variants import made
 from mini_infer import LLMEngine
@@ -47,6 +51,7 @@ METRICS = {
     "busiest": Metric("tokens of a layer's busiest expert, over the mean of its experts", "", Better.lower),
 }
 WHOLE = points.point({"layers": "all"})
+GATE_TOKENS, GATE_ANSWER = 40, 12  # of a prompt, from each window, and of its answer
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class ExpertQuantizationSpec(ExperimentSpec):
 class ExpertQuantization(Probe):
     spec: ExpertQuantizationSpec
     device = Device.cpu
+    generates = True
     metrics: Mapping[str, Metric] = METRICS
 
     def __init__(self, config: DictConfig) -> None:
@@ -103,6 +109,17 @@ class ExpertQuantization(Probe):
             found["perplexity_increase_pct"] = 100 * answers.increase
             found["divergence_mnats"] = 1000 * answers.divergence
         return found
+
+    def measure(self, steps: Steps) -> Findings:
+        gates = self._gates() if self.settings.gates else []
+        return replace(super().measure(steps), gates=gates)
+
+    def _gates(self) -> list[Gate]:
+        """What is read here goes past the scheduler: through it, in company, the same weights answer as alone."""
+        prompts = [row[:GATE_TOKENS].tolist() for row in self._text(0)]
+        exact = ExactGate("cpu")
+        with hardware.torch_threads(self.threads):
+            return [exact.of_prompts(name, config, prompts, GATE_ANSWER) for name, config in self._configs.items()]
 
     def _text(self, turn: int) -> Tensor:
         """[windows, window_tokens + 1], in each turn from another place on."""

@@ -50,6 +50,11 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     run = paths.run or store.run_name(settled.changed)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
+    if paths.recorded and experiment.generates and not experiment.settings.gates:
+        raise ConfigError(
+            f"measure.gates=false: {name} generates tokens, and none of an engine that no gate has checked are "
+            "recorded: leave out measure.gates=false, or for a trial --record"
+        )
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()

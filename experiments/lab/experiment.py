@@ -67,6 +67,7 @@ class Experiment:
         threads: of torch.
         device: on which it measures.
         aa: the variant that is the baseline a second time.
+        generates: whether an engine of ours answers requests here, so that a gate has to check its tokens.
     """
 
     spec: ExperimentSpec
@@ -77,6 +78,7 @@ class Experiment:
     metrics: Mapping[str, Metric]
     claims: Sequence[Claim]
     aa: str | None = None
+    generates: bool = False
 
     def __init__(self, config: DictConfig) -> None:
         self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)

@@ -1,6 +1,7 @@
 """Every config composes and converts; every mistake in one is an error that names the key and the way out."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.ablation import Ablation
 from experiments.lab import axes, catalog, schema, typed
+from experiments.lab.execute import execute
 from experiments.lab.explain import explain
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.workloads import WORKLOADS
@@ -55,6 +57,25 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
         assert experiment.spec.served_by(Kind.http).variants  # what via=url makes of it
         for engine in experiment._gated.values():  # asked by itself
             assert (engine.parallel.replicas, engine.parallel.prefill, engine.parallel.decode) == (1, 0, 0)
+    require_gates(experiment)
+
+
+def require_gates(experiment):
+    """Where tokens are generated gates are on, and who has an engine and generates none says so on the page."""
+    assert experiment.settings.gates or not experiment.generates
+    if isinstance(experiment, Ablation):
+        kinds = [(changes or {}).get("kind", "engine") for changes in experiment.spec.variants.values()]
+        dry = experiment.engine.model.load_format is LoadFormat.dry  # whose tokens are made up
+        assert experiment.generates == (not dry and bool({"engine", "served"} & set(kinds)))
+    elif {"LLMEngine", "AsyncEngine"} & vars(sys.modules[type(experiment).__module__]).keys():
+        assert experiment.generates or any("No gate of tokens" in limit for limit in experiment.spec.limits)
+
+
+def test_nothing_is_recorded_of_an_engine_that_no_gate_has_checked(compose_config, tmp_path):
+    typed = ["experiment=quickstart", "measure.gates=false"]
+    config = compose_config(*typed, "paths.results=results")
+    with pytest.raises(ConfigError, match=r"measure.gates=false: quickstart generates tokens, .*: leave out measure"):
+        execute(config, "quickstart", typed, tmp_path)
 
 
 def test_the_default_config_is_the_engines_own(compose_config):

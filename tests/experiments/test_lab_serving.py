@@ -106,8 +106,9 @@ def drive(items, answer, places=1, hang_up=False):
         port = listener.sockets[0].getsockname()[1]
         job = Drive(items, Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
         await job.connect(places)
-        served, cpu_s, tells_cached = await job.run(time.perf_counter() + 0.01, places)
+        await job.run(time.perf_counter() + 0.01, places)
         listener.close()
+        served, cpu_s, tells_cached = job.outcome()
         return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end)
 
     return asyncio.run(run()), bodies

@@ -6,8 +6,13 @@ import pytest
 from small_runs import measured, probe
 
 from experiments.lab.judge import validity
+from experiments.lab.load import subject
+from experiments.lab.load.client import Drive
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.schedule import Outcomes
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Fixed, Text
+from mini_infer.core.config import EngineConfig
 
 SETTINGS = [*("model=dry", "measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2")]
 FIXED = [
@@ -49,6 +54,10 @@ def closer(trace, share):
     return replace(trace, token_times=tuple(first + share * (time - first) for time in trace.token_times))
 
 
+def halved(trace):
+    return replace(trace, token_times=tuple(trace.arrival + (t - trace.arrival) / 2 for t in trace.token_times))
+
+
 def without(monkeypatch, *names):
     """The run as it is judged without these rules."""
     monkeypatch.setattr(validity, "RULES", tuple(r for r in validity.RULES if r.__name__ not in names))
@@ -76,9 +85,6 @@ def test_gaps_that_are_scaled_are_found(reasons, monkeypatch):
 
 
 def test_latencies_that_are_halved_are_found(reasons, monkeypatch):
-    def halved(trace):
-        return replace(trace, token_times=tuple(trace.arrival + (t - trace.arrival) / 2 for t in trace.token_times))
-
     plant(monkeypatch, halved)
     found = reasons()
     assert "latencies add up to" in found
@@ -106,6 +112,101 @@ def test_a_pass_that_starts_at_its_first_token_is_found(reasons, monkeypatch, mo
     found = reasons(*long, "workload.concurrency=2")
     assert "from outside it took" in found
     assert ("after its first arrival" in found) is not moved
+
+
+# --- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = {
+        "model": {"path": "dry", "load_format": "dry", "device": "cpu", "dry": {"step_ms": 20.0}},
+        "cache": {"num_blocks": 512},
+        "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 128},
+    }
+    started = subject.start(Kind.served, EngineConfig.from_dict(config), PeerSettings(), 1)
+    yield started.about["url"]
+    started.close()
+
+
+@pytest.fixture
+def over_http(server, compose_config, peers_are_forked, monkeypatch):
+    """Why passes at such an engine's server do not count, by the rules of time."""
+    rules = (validity.timed_from_outside, validity.edges, validity.latencies_of_nobody)
+    monkeypatch.setattr(validity, "RULES", rules)
+    settings = (*SETTINGS, *FIXED, f"peers.http.url={server}", "peers.client.processes=1")
+
+    def measure(*overrides):
+        found = measured(probe(compose_config, *settings, *overrides, variants={"transformers": {"kind": "http"}}))
+        assert found.rows
+        return "; ".join(sorted({row.reason for row in found.rows}))
+
+    return measure
+
+
+def plant_in_client(monkeypatch, change):
+    """`change` is done to what the load client's process tells of a pass."""
+    real = Drive.outcome
+
+    def outcome(self):
+        served, *more = real(self)
+        return change(served), *more
+
+    monkeypatch.setattr(Drive, "outcome", outcome)
+
+
+def of_each(change):
+    return lambda served: replace(served, requests=tuple(map(change, served.requests)))
+
+
+LONG = ("workload.prompt_tokens=1500", "workload.count=1")
+
+
+@pytest.mark.parametrize("load", [(), LONG])
+def test_a_sound_run_over_http_breaks_no_rule_of_time(over_http, load):
+    assert over_http(*load) == ""
+
+
+def test_over_http_a_timer_that_starts_when_a_request_is_scheduled_is_found(over_http, monkeypatch):
+    """Which is when others have ended, where requests wait for a place."""
+
+    def scheduled(served):
+        ends = [r.token_times[-1] for r in served.requests]
+        free = [max(end for end in (r.arrival, *ends) if end < r.token_times[0]) for r in served.requests]
+        return replace(
+            served, requests=tuple(replace(r, arrival=at) for r, at in zip(served.requests, free, strict=True))
+        )
+
+    plant_in_client(monkeypatch, scheduled)
+    assert "latencies add up to" in over_http()
+
+
+def test_over_http_gaps_that_are_scaled_are_found(over_http, monkeypatch):
+    plant_in_client(monkeypatch, of_each(lambda trace: closer(trace, 0.6)))
+    assert "latencies add up to" in over_http()
+
+
+def test_over_http_latencies_that_are_halved_are_found(over_http, monkeypatch):
+    plant_in_client(monkeypatch, of_each(halved))
+    found = over_http()
+    assert "latencies add up to" in found
+    assert "after its last token" in found
+
+
+def test_over_http_a_pass_that_starts_at_its_first_token_is_found(over_http, monkeypatch):
+    """And the requests with it, the time in flight included: the client itself has no other clock."""
+
+    def late(served):
+        first = min(r.token_times[0] for r in served.requests)
+        requests = tuple(replace(r, arrival=max(first, r.arrival)) for r in served.requests)
+        told = sum(r.e2e for r in requests)
+        return replace(served, start=first, requests=requests, in_flight_s=told)
+
+    plant_in_client(monkeypatch, late)
+    assert over_http(*LONG).startswith("the pass says that it took ")
+
+
+# --- warm-up -------------------------------------------------------------------------------------------------------
 
 
 def test_no_warm_up_is_found(reasons, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,7 +87,10 @@ def test_its_client_and_ours_take_turns_at_one_server():
         ours, theirs = peers.open(Kind.served, DRY), peers.open(Kind.served_bench, DRY)
         assert theirs.process._server is ours.process
         assert theirs.about["client"] == "vllm bench serve made up"
+        start = time.perf_counter()
         found = theirs.serve(ITEMS, 2)
+        # By our clock, and not by what it says of its own.
+        assert found.requests[-1].arrival - found.start < found.outside_s < time.perf_counter() - start
         for request in found.requests:
             assert (request.prompt_tokens, request.error, request.tells_tokens) == (40, "", False)
             after = [time - request.arrival for time in request.token_times]
@@ -102,7 +106,7 @@ def test_its_client_and_ours_take_turns_at_one_server():
 
 def test_a_request_that_failed_there_is_told():
     row = {"start_times": [1.0], "ttfts": [0.0], "itls": [[]], "output_lens": [0], "errors": ["no"]}
-    (trace,) = bench.read({**row, "duration": 1.0}, [[1] * 4], 5).requests
+    (trace,) = bench.read(row, [[1] * 4], 5).requests
     assert (trace.error, trace.token_times) == ("no", ())
 
 

@@ -8,7 +8,7 @@ Half of the requests are greedy, half are drawn at random by their own seeds and
 request's own parameters exclude. On a GPU both engines compute in batch-invariant numerics, where equal means equal to
 the bit; on a CPU in fp32, whose sums come out alike often enough for every token to be equal.
 
-Two kinds of requests are asked:
+Two kinds of requests are asked of what is timed:
     the workload's own, at each point, of a model of the true shape with random weights and few layers (on a GPU: on a
     CPU the timed passes themselves are compared);
     `probes`, of the shipped model, whose weights are trained: what mechanisms are known to get wrong (equal blocks
@@ -85,6 +85,10 @@ class ExactGate:
         questions = _questions([list(item.prompt) for item in asked], [item.output_tokens for item in asked])
         weights = f"{logit_gate.LAYERS} layers, random weights"
         return self._gate((variant, point), _shrunk(config), questions, weights, prime)
+
+    def of_prompts(self, variant: str, config: EngineConfig, prompts: Sequence[list[int]], length: int) -> Gate:
+        """Of a config as it is, with its own weights, all of these at once; `length` tokens of each answer."""
+        return self._gate((variant, ""), config, _questions(prompts, [length] * len(prompts)), "its own weights", ())
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With the shipped model, in place of the variant's."""

@@ -50,12 +50,12 @@ class Drive:
             new = [self._connection() for _ in range(min(CONNECTING, wanted - first))]
             self._idle += await asyncio.gather(*new)
 
-    async def run(self, start: float, places: int) -> tuple[Served, float, bool]:
-        """Begins at `start`; at most `places` requests of the closed loop are in flight. Returns the pass, the
-        seconds of CPU that it took here, and whether the server said of every request what was in a prefix cache."""
+    async def run(self, start: float, places: int) -> None:
+        """Begins at `start`, and returns when all have ended; at most `places` requests of the closed loop are in
+        flight."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
-        self._schedule = Schedule(self._items, start, places)
+        self._start, self._schedule = start, Schedule(self._items, start, places)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
         try:
@@ -63,15 +63,19 @@ class Drive:
             cpu = time.process_time()
             self._pump()
             await self._done
-            end, cpu_s = time.perf_counter(), time.process_time() - cpu
+            self._end, self._cpu_s = time.perf_counter(), time.process_time() - cpu
         finally:
             gc.enable()
             for connection in self._idle:
                 connection.close()
+
+    def outcome(self) -> tuple[Served, float, bool]:
+        """The pass that has run, the seconds of CPU that it took here, and whether the server said of every request
+        what was in a prefix cache."""
         cached: list[bool] = []
         traces = tuple(self._trace(index, cached) for index in range(len(self._items)))
-        served = Served(traces, start, end, in_flight_s=self._schedule.in_flight_s, outside_s=end - start)
-        return served, cpu_s, all(cached)
+        served = Served(traces, self._start, self._end, in_flight_s=self._schedule.in_flight_s)
+        return served, self._cpu_s, all(cached)
 
     def _pump(self) -> None:
         """Sends what is due, and comes back when something else is."""
@@ -199,9 +203,13 @@ class Client:
         self._drive = Drive(items, self._target, salt)
         self._loop.run_until_complete(self._drive.connect(places))
 
-    def go(self, start: float) -> tuple[Served, float, bool]:
-        """As Drive.run."""
-        return self._loop.run_until_complete(self._drive.run(start, self._places))
+    def go(self, start: float) -> None:
+        """As Drive.run. Answers are read afterwards: who calls this has a clock of its own."""
+        self._loop.run_until_complete(self._drive.run(start, self._places))
+
+    def outcome(self) -> tuple[Served, float, bool]:
+        """As Drive.outcome."""
+        return self._drive.outcome()
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:

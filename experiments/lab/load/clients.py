@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from experiments.lab.measure import hardware
@@ -74,17 +75,15 @@ class Clients:
         processes = self._processes[: len(shares)]
         self._together(
             [
-                lambda process=process, share=share: process.call(  # type: ignore[misc]
-                    "connect", "prepare", items=share.items, salt=salt, places=share.places
-                )
+                partial(process.call, "connect", "prepare", items=share.items, salt=salt, places=share.places)
                 for process, share in zip(processes, shares, strict=True)
             ]
         )
         start = time.perf_counter() + LEAD_S
-        replies = self._together(
-            [lambda process=process: process.call("serve", "go", start=start) for process in processes]  # type: ignore[misc]
-        )
-        return _joined(shares, replies, start, items)
+        self._together([partial(process.call, "serve", "go", start=start) for process in processes])
+        took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
+        replies = self._together([partial(process.call, "read the answers", "outcome") for process in processes])
+        return replace(_joined(shares, replies, start), outside_s=took)
 
     def close(self) -> None:
         while self._processes:
@@ -134,9 +133,7 @@ def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share
     return [share for share in shares if share.items]
 
 
-def _joined(
-    shares: Sequence[Share], replies: Sequence[tuple[Served, float, bool]], start: float, items: Sequence[Item]
-) -> Served:
+def _joined(shares: Sequence[Share], replies: Sequence[tuple[Served, float, bool]], start: float) -> Served:
     traces: dict[int, RequestTrace] = {}
     parts, cpu, tells_cached = zip(*replies, strict=True)
     for share, part in zip(shares, parts, strict=True):
@@ -149,7 +146,6 @@ def _joined(
         min((trace.arrival for trace in traces.values()), default=start),
         max(part.end for part in parts),
         in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
-        outside_s=max(part.outside_s or 0.0 for part in parts) - lead_s(items),
         host=HostUse(
             client_s=sum(cpu),
             client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),

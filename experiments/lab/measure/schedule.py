@@ -102,7 +102,8 @@ def from_outside(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Served:
-    """A pass, timed by somebody who knows nothing of requests and tokens. Whoever is nearer to it has the last word."""
+    """A pass, timed by somebody who knows nothing of requests and tokens. Of several who called, each the next one, the
+    last has the last word: what the others did beside is not in its time."""
     start = clock()
     served = serve(items, concurrency)
     took = clock() - start - lead_s(items)

@@ -1,5 +1,6 @@
 """`vllm bench serve`, made up: it asks for whole answers one after the other, and says that each token took 10 ms."""
 
+import asyncio
 import json
 import time
 import urllib.request
@@ -16,8 +17,11 @@ def add_cli_args(parser):
 
 
 def main(args):
+    return asyncio.run(benchmark(args))
+
+
+async def benchmark(args):
     found = {name: [] for name in ("start_times", "ttfts", "itls", "output_lens", "errors")}
-    start = time.perf_counter()
     with open(args.dataset_path) as file:
         prompts = [json.loads(line)["prompt"] for line in file]
     assert len(prompts) == args.num_prompts
@@ -34,4 +38,4 @@ def main(args):
         found["itls"].append([0.02] * (events - 1))
         found["output_lens"].append(usage["completion_tokens"])
         found["errors"].append("")
-    return {**found, "duration": time.perf_counter() - start}
+    return {**found, "duration": 1e6}
