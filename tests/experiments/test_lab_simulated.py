@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 
 from experiments.ablation import Ablation
-from experiments.capacity import Capacity
+from experiments.capacity import Capacity, Plan
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
+from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
+from mini_infer.cli.server_process import read_address, start_server
 from mini_infer.core.config import Connector, Device, EngineConfig, ModelConfig, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime import preflight
+from mini_infer.serving.settings import ModelSettings
 from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
 DRY = [
@@ -230,7 +235,61 @@ def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
     config.experiment.settings = settings
     config.experiment.slo = dict(zip(("ttft_ms", "tpot_ms"), slo, strict=True))
     config.experiment.update(changes)
-    return measured(config, Capacity)[1]
+    return planned(config)
+
+
+def planned(config, *but: str):
+    """What the planner finds. Of every layout the command starts the engine that was simulated."""
+    experiment, found = measured(config, Capacity)
+    for plan in experiment._plans.values():
+        if not isinstance(plan, str):
+            assert_same_engine(experiment, plan, *but)
+    return found
+
+
+def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
+    """With other seeds, and but for these settings."""
+    program, *flags = shlex.split(experiment._command(plan))
+    assert program == "mini-infer-serve"
+    (started,) = parse(flags, {}).models
+    assert started == ModelSettings(engine=started.engine)
+    simulated, served = (flat(e.to_dict()) for e in (experiment._engine(plan.settings, plan.replicas), started.engine))
+    assert {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)} <= {"seed", *but}
+
+
+def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulated(compose_config) -> None:
+    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "engine/graphs=never", "engine/attention=triton"]
+    experiment = Capacity.from_config(compose_config(*overrides, "engine.model.path='a folder/of Mine'"))
+    searched = experiment.spec.settings
+    layouts = [{**experiment._base, key: value} for key, values in searched.items() for value in values]
+    layouts += [{key: values[turn % len(values)] for key, values in searched.items()} for turn in range(12)]
+    for settings in layouts:
+        for replicas in (2, 3):
+            plan = Plan(Point("", {}), settings, replicas, 0, {}, True, False)
+            shape = flat({"model.hf_config": experiment._engine(settings, 1).model.hf_config})
+            assert_same_engine(experiment, plan, "model.load_format", "model.hf_config", *shape)
+    assert "--model 'a folder/of Mine' --model.dtype=bfloat16 --model.device=cuda" in experiment._command(plan)
+    assert "--model.max_model_len=16384" in experiment._command(plan)
+
+
+def test_the_command_of_a_plan_starts_a_server(compose_config) -> None:
+    """Of the model that ships, as it is typed."""
+    config = compose_config("experiment=capacity", "hardware=cpu", *FEW, "workload.rate_per_s=1")
+    config.experiment.settings = {}
+    config.experiment.slo = {"ttft_ms": 10_000}
+    program, *flags = shlex.split(planned(config).notes[0].partition("Start it with: ")[2])
+    assert (program, *flags[:2]) == ("mini-infer-serve", "--model", "tiny-target")
+    with start_server([*flags, "--port=0"]) as server:
+        try:
+            assert server.stdout is not None
+            url = read_address(server.stdout)
+            asked = json.dumps({"model": "tiny-target", "prompt": "def ", "max_tokens": 3}).encode()
+            request = Request(f"{url}/v1/completions", asked, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+        finally:
+            server.terminate()
+    assert server.returncode == 0
 
 
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
@@ -243,7 +302,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. ", found.notes[0])
     assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].partition("Start it with: ")[2])
-    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--parallel.replicas"]
+    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--model.load_format=dry"]
     started = parse(command[1:], {}).models[0].engine
     assert (started.parallel.replicas, started.scheduler.max_num_seqs) == (count, 8)
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
@@ -295,7 +354,7 @@ def test_prompts_that_are_computed_apart_are_planned_too(compose_config) -> None
     config = compose_config(*PLAN, "workload.prefix_tokens=0", "workload.suffix_tokens=900", "workload.rate_per_s=20")
     config.experiment.settings = {"prefill_share": [0, 0.5]}
     config.experiment.slo = {"ttft_ms": 400, "tpot_ms": 6}
-    found = measured(config, Capacity)[1]
+    found = planned(config)
     best = found.points[-1]
     assert best.values["prefill_share"] == 0.5, found.notes
     assert best.name == "prefill=1 decode=1"
@@ -308,10 +367,13 @@ def test_drafts_are_planned_too(compose_config) -> None:
     settings = {"engine.speculation.method": ["none", "synthetic"]}
     config = compose_config(*PLAN, "engine.speculation.acceptance=0.8", "engine.speculation.adaptive=false")
     config.experiment.settings, config.experiment.slo = settings, {"ttft_ms": 300, "tpot_ms": 12}
-    found = measured(config, Capacity)[1]
+    found = planned(config, "speculation.method", "speculation.acceptance")
     replicas = {p.values["engine.speculation.method"]: p.values["engine.parallel.replicas"] for p in found.points}
     assert replicas == {"none": 2, "synthetic": 1}
-    assert "--speculation.method synthetic --speculation.adaptive false --speculation.acceptance 0.8" in found.notes[0]
+    assert "--speculation.method=ngram --speculation.adaptive=false" in found.notes[0]
+    assert not any("acceptance" in note or "synthetic" in note.partition("mini-infer-serve")[2] for note in found.notes)
+    (assumed,) = (note for note in found.notes if note.startswith("Assumed, not known"))
+    assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
 
 
 def test_bad_plans_are_refused(compose_config) -> None:
