@@ -188,6 +188,9 @@ def test_what_can_never_be_served_is_refused() -> None:
         replica().add("a", [0] * 500, 20, now=0.0)
     with pytest.raises(ConfigError, match=r"parallel\.expert=2: ranks that share experts are not simulated"):
         replica(config=replace(CONFIG, parallel=ParallelConfig(expert=2)))
+    files = replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=1.0, disk_prefix_path="a/folder"))
+    with pytest.raises(ConfigError, match=r"disk_prefix_path=a/folder: files of prefixes are not simulated, host mem"):
+        replica(config=files)
     drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
         replica(config=drafts)
