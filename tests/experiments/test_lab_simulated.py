@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
 import pytest
@@ -25,8 +26,20 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
 from mini_infer.cli.server_process import read_address, start_server
-from mini_infer.core.config import Connector, Device, EngineConfig, ModelConfig, ParallelConfig
+from mini_infer.core import limits
+from mini_infer.core.config import (
+    CacheConfig,
+    Connector,
+    Device,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    Preemption,
+    SchedulerConfig,
+)
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime import preflight
 from mini_infer.serving.settings import ModelSettings
@@ -124,6 +137,21 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(staged).limits.num_blocks > 1000
     with pytest.raises(ConfigError, match=r"device=cuda, and the chosen hardware is .*, a cpu"):
         Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
+
+
+@pytest.mark.parametrize("own", [1, 2**40])
+def test_swap_space_is_the_chosen_machines(monkeypatch: pytest.MonkeyPatch, own: int) -> None:
+    """Half of its memory at most, whatever is free where it is simulated."""
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=own))
+    swaps = dataclasses.replace(TINY, scheduler=SchedulerConfig(preemption=Preemption.swap))
+    dry = dataclasses.replace(swaps, model=ModelConfig(load_format=LoadFormat.dry, device=Device.cpu))
+    block = load_spec(TINY.model).kv_layout(torch.bfloat16).bytes_per_block(16)
+    for engine, size in ((swaps, block), (dry, 16 * DRY_TOKEN_BYTES)):
+        small = Simulator(dataclasses.replace(GPU, host_memory_gib=2**-9), 1)
+        assert small.setup(engine).limits.num_host_blocks == 2**20 // size
+        asked = dataclasses.replace(engine, cache=CacheConfig(host_memory_gib=2**-8))
+        with pytest.raises(ConfigError, match=r"host_memory_gib=0.00390625 takes 0.0 GiB of page-locked host memory"):
+            small.setup(asked)
 
 
 def measured(config, cls=Ablation):

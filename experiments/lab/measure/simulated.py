@@ -78,10 +78,11 @@ class Simulator:
         if config.model.load_format is LoadFormat.dry:
             dry, overlap = config.model.dry, config.scheduler.overlap is When.always
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
-            settled = settle_limits(config, dry.max_model_len, plenty, config.cache.block_size * DRY_TOKEN_BYTES)
+            block = config.cache.block_size * DRY_TOKEN_BYTES
+            settled = settle_limits(config, dry.max_model_len, plenty, block, self.chosen.host_memory_gib)
             return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
-        settled = _limits(target)
+        settled = _limits(target, self.chosen.host_memory_gib)
         waits = config.parallel.pipeline > 1 and config.speculation.most > 0  # as in runtime/worker/worker.py
         return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap and not waits)
 
@@ -117,14 +118,14 @@ class Simulator:
             )
 
 
-def _limits(target: Target) -> Limits:
+def _limits(target: Target, host_gib: float | None) -> Limits:
     """As an engine with these settings would find them."""
     config, parallel = target.config, target.config.parallel
     spec = of_each_rank(target.spec, parallel.tensor)
     block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
     # A stage has its share of the layers.
     affordable = _kv_bytes(target) * parallel.pipeline // block
-    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor)
+    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor, host_gib)
 
 
 def _kv_bytes(target: Target) -> int:
