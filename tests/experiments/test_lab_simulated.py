@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from experiments.ablation import Ablation
-from experiments.capacity import Capacity, Plan
+from experiments.capacity import Capacity, Plan, _front
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
@@ -129,7 +129,9 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
     engine = schema.engine_config(compose_config("model=qwen2_5_7b", "engine.model.dtype=bfloat16").engine)
     engine = dataclasses.replace(engine, model=dataclasses.replace(engine.model, device=Device.cuda))
     small = dataclasses.replace(GPU, memory_gib=12.0)
-    with pytest.raises(ConfigError, match=r"weights of 14\.2 GiB and steps of .* leave no room for KV in 10\.8 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"leave no room for KV in 10\.8 GiB\. .* With engine.parallel.tensor=2 it fits$"
+    ):
         Simulator(small, 1).setup(engine)
     shared = dataclasses.replace(engine, parallel=ParallelConfig(tensor=2))
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(shared).limits.num_blocks > 1000
@@ -300,6 +302,7 @@ def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulat
     assert "--model.max_model_len=16384" in experiment._command(plan)
 
 
+@pytest.mark.slow
 def test_the_command_of_a_plan_starts_a_server(compose_config) -> None:
     """Of the model that ships, as it is typed."""
     config = compose_config("experiment=capacity", "hardware=cpu", *FEW, "workload.rate_per_s=1")
@@ -404,6 +407,59 @@ def test_drafts_are_planned_too(compose_config) -> None:
     assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
 
 
+def made_up_plan(gpus: int, ttft: float, share: float = 1.0, **settings: object) -> Plan:
+    keys = {f"engine.scheduler.{name}": value for name, value in settings.items()}
+    values = {"gpus": gpus, "ttft_p50_ms": ttft, "slo_share": share}
+    return Plan(Point(f"{gpus} {ttft}", {}), keys, gpus, gpus, values, share >= 0.9, False)
+
+
+def test_the_front_has_what_nothing_beats_in_gpus_and_in_latency() -> None:
+    cheap, quick, between = made_up_plan(1, 90), made_up_plan(8, 10), made_up_plan(4, 30)
+    beaten = [made_up_plan(1, 95), made_up_plan(4, 31), made_up_plan(5, 30), made_up_plan(8, 90), made_up_plan(16, 10)]
+    assert _front([quick, *beaten, between, cheap]) == [cheap, between, quick]
+
+
+def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_others(compose_config) -> None:
+    config = compose_config(*PLAN)
+    keys = ["engine.scheduler.max_num_seqs", "engine.scheduler.max_num_batched_tokens"]
+    config.experiment.settings = {key: [1, 2, 3] for key in keys}
+    experiment = Capacity.from_config(config)
+    best = made_up_plan(2, 40, max_num_seqs=1, max_num_batched_tokens=1)
+    plans = [
+        best,
+        made_up_plan(3, 20, max_num_seqs=2, max_num_batched_tokens=1),
+        made_up_plan(64, 10, 0.25, max_num_seqs=3, max_num_batched_tokens=1),
+        made_up_plan(1, 5, max_num_seqs=2, max_num_batched_tokens=2),  # in both
+        made_up_plan(5, 33, max_num_seqs=1, max_num_batched_tokens=2),
+    ]
+    experiment._plans = {tuple(plan.settings.items()): plan for plan in plans} | {(("it", 1),): "it does not fit"}
+    assert list(experiment._worth(best)) == [
+        "scheduler.max_num_seqs, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 3 GPUs, TTFT 20 ms; "
+        "3: only 25% kept, TTFT 10 ms.",
+        "scheduler.max_num_batched_tokens, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 5 GPUs, "
+        "TTFT 33 ms.",
+    ]
+
+
+def test_layouts_that_cannot_be_had_are_named(compose_config) -> None:
+    tokens = "engine.scheduler.max_num_batched_tokens"
+    found = plan(compose_config, settings={tokens: [4, 256]})
+    assert found.notes[0].startswith("The fewest: ")
+    (why,) = (note for note in found.notes if note.startswith("Not possible"))
+    assert why.startswith("Not possible: max_num_batched_tokens=4: scheduler.max_num_batched_tokens=4 is less than ")
+    found = plan(compose_config, settings={"prefill_share": [0, 0.5]}, most_replicas=1, slo=(9000, 900))
+    assert "Not possible: prefill_share=0.5: prefill_share=0.5 takes 2 engines: raise most_replicas." in found.notes
+
+
+def test_where_no_layout_fits_the_nearest_that_would_is_named(compose_config) -> None:
+    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "hardware.memory_gib=6", "workload.count=4"]
+    config = compose_config(*overrides)
+    config.experiment.settings = {"engine.parallel.tensor": [1, 2]}
+    why = r"none of 2 layouts fits\. The engine's own settings: .* no room for KV in 5\.4 GiB\. .*tensor=4 it fits"
+    with pytest.raises(ConfigError, match=why):
+        measured(config, Capacity)
+
+
 def test_bad_plans_are_refused(compose_config) -> None:
     with pytest.raises(ConfigError, match=r"experiment\.slo has no bound"):
         plan(compose_config, slo=(None, None))
@@ -411,3 +467,8 @@ def test_bad_plans_are_refused(compose_config) -> None:
         plan(compose_config, settings={"engine.scheduler.wrong": [1]})
     with pytest.raises(ConfigError, match=r"settings\[prefill_share\] must be from 0 to less than 1, got \[1\]"):
         plan(compose_config, settings={"prefill_share": [1]})
+    with pytest.raises(ConfigError, match=r"experiment\.most_replicas must be at least 1, got 0"):
+        plan(compose_config, most_replicas=0)
+    for share in (0, 1.5):
+        with pytest.raises(ConfigError, match=rf"experiment\.share must be .*got {share}"):
+            plan(compose_config, share=share)

@@ -27,6 +27,7 @@ from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
 
+MOST_RANKS = 64  # that are looked at for a model that does not fit
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 
@@ -119,7 +120,28 @@ class Simulator:
 
 
 def _limits(target: Target, host_gib: float | None) -> Limits:
-    """As an engine with these settings would find them."""
+    """As an engine with these settings would find them. The error of what does not fit names the
+    fewest ranks with which it does."""
+    try:
+        return _settled(target, host_gib)
+    except ConfigError as error:
+        more = range(target.config.parallel.tensor + 1, MOST_RANKS + 1)
+        if fewest := next((tensor for tensor in more if _fits(target, tensor, host_gib)), None):
+            raise ConfigError(f"{error}. With engine.parallel.tensor={fewest} it fits") from None
+        raise
+
+
+def _fits(target: Target, tensor: int, host_gib: float | None) -> bool:
+    config = target.config
+    shared = replace(target, config=replace(config, parallel=replace(config.parallel, tensor=tensor)))
+    try:
+        _settled(shared, host_gib)
+    except ConfigError:
+        return False
+    return True
+
+
+def _settled(target: Target, host_gib: float | None) -> Limits:
     config, parallel = target.config, target.config.parallel
     spec = of_each_rank(target.spec, parallel.tensor)
     block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
