@@ -15,12 +15,12 @@ from made_up_costs import CONFIG, COSTS, LIMITS, replica
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import (
-    CacheConfig,
     DryConfig,
     EngineConfig,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
+    Policy,
     Preemption,
     SpeculationConfig,
     When,
@@ -29,7 +29,7 @@ from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
-from mini_infer.simulation.costs import Work
+from mini_infer.simulation.costs import Curve, FittedCosts, Work
 from mini_infer.simulation.replica import Replica
 
 
@@ -139,22 +139,26 @@ def random_load(count: int, seed: int) -> list[tuple[float, list[int], int]]:
     return found
 
 
+CONFIGS = {
+    "chunked": CONFIG,
+    "uncached": replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
+    "whole": replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
+    "swap": replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
+    "tiers": replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=2**-20)),
+    "shortest": replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=Policy.shortest)),
+}
+
+
+def copies(config: EngineConfig) -> bool:
+    """To host memory, and back."""
+    return config.scheduler.preemption is Preemption.swap or config.cache.host_prefix_gib is not None
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        CONFIG,
-        replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
-        replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
-        replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
-        replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=1.0)),
-    ],
-    ids=["chunked", "uncached", "whole", "swap", "tiers"],
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig) -> None:
     """Also where KV memory is short, so that requests wait and give way."""
-    copies = config.scheduler.preemption is Preemption.swap or config.cache.host_prefix_gib is not None
-    limits = Limits(200, "a test", 60 if config.scheduler.chunked_prefill else 130, 100 if copies else 0)
+    limits = Limits(200, "a test", 60 if config.scheduler.chunked_prefill else 130, 100 if copies(config) else 0)
     told, planned = [], []
     for skips in (False, True):
         engine = replica(overlap, skips, config, limits)
@@ -197,25 +201,25 @@ def watch(executor: Any) -> list[StepPlan]:
     return plans
 
 
+FREE = FittedCosts(Curve((1,), (0.0,)), Curve((1,), (0.0,)), slot_s=0, reach_s=0, pair_s=0, plan_s=0, row_s=0)
 DRAFTS = SpeculationConfig(method="synthetic", acceptance=0.6, adaptive=False, num_tokens=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("drafts", [SpeculationConfig(), DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), replace(CONFIG, speculation=DRAFTS)], ids=[*CONFIGS, "drafts"])
 @pytest.mark.parametrize("blocks", [60, 400])
-def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, drafts: SpeculationConfig) -> None:
+def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, config: EngineConfig) -> None:
     """Step by step, with requests that come between steps, share beginnings, give way where memory is short, and whose
-    drafts are accepted by the same hashes."""
-    dry = DryConfig(max_model_len=200)
-    config = EngineConfig(
-        model=ModelConfig(load_format=LoadFormat.dry, dry=dry),
-        cache=CacheConfig(block_size=4, num_blocks=blocks),
-        scheduler=replace(CONFIG.scheduler, overlap=When.always if overlap else When.never),
-        speculation=drafts,
+    drafts are accepted by the same hashes. Nothing takes any time, which loads and the order of requests depend on."""
+    config = replace(
+        config,
+        model=ModelConfig(load_format=LoadFormat.dry, dry=DryConfig(max_model_len=200)),
+        cache=replace(config.cache, num_blocks=blocks),
+        scheduler=replace(config.scheduler, overlap=When.always if overlap else When.never),
         seed=0,
     )
-    engine = LLMEngine(config)
-    simulated = Replica(config, engine.executor.limits, COSTS, overlap, skips=False)
+    engine = LLMEngine(config, clock=lambda: 0.0)
+    simulated = Replica(config, engine.executor.limits, FREE, overlap, skips=False)
     plans, own = watch(engine.executor), watch(simulated.core.executor)
     for _, prompt, output in random_load(40, seed=2):
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), stream=False)
@@ -230,14 +234,17 @@ def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, drafts:
     assert len(plans) > 80
     assert [shape(plan) for plan in own] == [shape(plan) for plan in plans]
     assert any(plan.preempted for plan in plans) == (blocks < 100)
-    assert any(plan.num_drafts for plan in plans) == (drafts.most > 0)
+    assert any(plan.num_drafts for plan in plans) == (config.speculation.most > 0)
+    comes_back = any(not moved.to_host for plan in plans for moved in plan.transfers)
+    assert comes_back == (copies(config) and blocks < 100)
 
 
 def shape(plan: StepPlan) -> Any:
     """A plan without names and tokens."""
     admissions = [(a.req_index, len(a.token_ids), a.prompt_len, a.block_table) for a in plan.admissions]
     rows = plan.req_indices, plan.starts, plan.counts, plan.samples, plan.num_decode_rows, plan.following
-    return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens
+    moves = [(moved.to_host, moved.pairs) for moved in plan.transfers]
+    return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens, moves
 
 
 def test_what_can_never_be_served_is_refused() -> None:
