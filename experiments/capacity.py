@@ -20,6 +20,7 @@ from experiments.lab import axes, check, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
+from experiments.lab.load.server import flags
 from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
@@ -28,8 +29,9 @@ from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item
 from experiments.lab.workloads.vocabulary import ModelVocabulary
-from mini_infer.core.config import Device, EngineConfig
+from mini_infer.core.config import Device, EngineConfig, LoadFormat, Routing
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.speculation_config import SpeculationMethod
 
 VARIANT = "simulated"
 OF_PASS = (
@@ -45,7 +47,7 @@ GPUS = Metric("GPUs", "", Better.lower)
 REPLICAS = "engine.parallel.replicas"
 LOSERS = 2  # that are to be measured beside the winner
 PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
-SAID_WHOLE = ("parallel", "scheduler", "cache", "speculation")  # sections of the engine: of others, what was searched
+PROPOSER = SpeculationMethod.ngram  # of drafts, in commands: as those that are simulated, it costs the device nothing
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Capacity(Experiment):
         beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if sure and sure.keeps else []
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
         notes = [self._answer(best), *beside, *self._losers(best, plans), *self._worth(best), _front_words(front), own]
-        notes = [note for note in (*notes, *self._refused(), *self._sources) if note]
+        notes = [note for note in (*notes, self._assumed(plans), *self._refused(), *self._sources) if note]
         print("\n".join(notes), file=sys.stderr)
         # The best one last: it is what the page's first sentence is about.
         return Findings(rows, notes=notes, points=[plan.point for plan in reversed(plans)], procedure="nothing is "
@@ -329,25 +331,29 @@ class Capacity(Experiment):
                 yield f"Not possible: {points.point(dict(key)).name}: {why}."
 
     def _command(self, best: Plan) -> str:
-        """Of the server: what differs from the engine's defaults, and says where the model is."""
-        engine, default = self._engine(best.settings, best.replicas).to_dict(), EngineConfig().to_dict()
-        flags = ["--model", engine["model"]["path"]]
-        for section in SAID_WHOLE:
-            flags += [
-                part
-                for name, value in engine[section].items()
-                if value != default[section][name]
-                for part in (f"--{section}.{name}", str(value).lower())
-            ]
-        others = {key.removeprefix("engine."): value for key, value in best.settings.items()}
-        others |= {"model.quantization": engine["model"]["quantization"]}
-        flags += [
-            part
-            for key, value in others.items()
-            if key.partition(".")[0] not in (*SAID_WHOLE, PREFILL_SHARE) and value != _known(default, key)
-            for part in (f"--{key}", str(value).lower())
-        ]
-        return shlex.join(["mini-infer-serve", *flags])
+        """Of the server: all that differs from its defaults."""
+        engine = to_serve(self._engine(best.settings, best.replicas))
+        path = engine.model.path
+        return shlex.join(["mini-infer-serve", "--model", path, *flags(engine, EngineConfig(path))])
+
+    def _assumed(self, plans: Sequence[Plan]) -> str:
+        """Of drafts: whose they are to be, and what that rests on."""
+        rates = {engine.speculation.rate for engine in (self._engine(plan.settings, 1) for plan in plans)} - {None}
+        told = " and ".join(f"{rate:g}" for rate in rates if rate is not None)
+        return told and (
+            f"Assumed, not known: that drafts are accepted at a rate of {told}. The commands take them from "
+            f"{PROPOSER.value}, which loads no model; how many of its drafts your text accepts is to be measured first."
+        )
+
+
+def to_serve(engine: EngineConfig) -> EngineConfig:
+    """What is simulated, as a server is told of it: seeds as they come, the model's own weights where its shape stood
+    for it, and drafts that the target judges where a rate stood for them."""
+    model, drafts = engine.model, engine.speculation
+    if model.load_format is LoadFormat.dummy:
+        model = replace(model, load_format=LoadFormat.auto, hf_config=None, routing=Routing.learned)
+    method = drafts.method if drafts.rate is None else PROPOSER
+    return replace(engine, model=model, speculation=replace(drafts, method=method, acceptance=None), seed=None)
 
 
 def _values(served: Served, slo: SLO) -> Iterator[tuple[str, float]]:

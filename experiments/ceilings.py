@@ -165,6 +165,7 @@ class CeilingsExperiment(Probe):
         return Hardware(
             device=self.device,
             memory_gib=hardware.gpu_memory_gib() if self.device is Device.cuda else None,
+            host_memory_gib=hardware.host_memory_gib(),
             machine=hardware.name(self.device.value),
             measured=datetime.now(timezone.utc).date().isoformat(),
             how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "

@@ -69,9 +69,13 @@ def chosen(arguments: Sequence[str]) -> str:
 
 
 def experiments(conf: Path) -> dict[str, Any]:
-    """Experiment -> its file, in which OmegaConf, which parses in Python for seconds, would take 1e3 for a number."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return {name: yaml.load((conf / "experiment" / f"{name}.yaml").read_text(), loader) for name in names(conf)}
+    """Experiment -> its file."""
+    return {name: _read(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
+
+
+def _read(path: Path) -> Any:
+    """A file in which OmegaConf, which parses in Python for seconds, would take 1e3 for a number."""
+    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def experiment_list(conf: Path) -> str:
@@ -103,8 +107,8 @@ def help_text(conf: Path) -> str:
             "Option groups (group=option; * is taken where nothing is said)",
             _table(rows),
             "",
-            "Without a choice scale is the first that stands beside the experiment's name, engine/prefix_cache what",
-            "engine/cache can do, and hardware is looked up by its name.",
+            "Without a choice scale is the one of that model, or the first that stands beside the experiment's name,",
+            "engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.",
             "",
             "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,",
             "engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,",
@@ -138,7 +142,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     if experiment not in (known := names(conf)):
         raise ConfigError(f"unknown experiment {experiment!r}{suggest(experiment, known)}")
     schema.register(conf, experiment)
-    given = [f"experiment={experiment}", *shorthand(overrides, conf)]
+    given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
     spec = schema.plain(settled.config.experiment)
@@ -217,8 +221,9 @@ def require_setting(word: str, conf: Path) -> None:
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
-    conf/model, `experiment.points.<axis>=[...]`, `slo.<bound>=...` of an experiment, `--record` and `--resume`."""
-    changed = []
+    conf/model, `experiment.points.<axis>=[...]`, `slo.<bound>=...` of an experiment, `--record` and `--resume`; and a
+    `scale` where only its model is typed: dtype, device and memory belong to the model."""
+    changed = _scale_of_model(arguments, conf)  # before any flag, where Hydra takes no more settings
     for argument in arguments:
         key, _, value = argument.partition("=")
         other = key == "model" and not (conf / "model" / f"{value}.yaml").exists()
@@ -230,6 +235,17 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
             argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
         changed += [f"{key}={value}" for key, value in SHORT[argument].items()] if argument in SHORT else [argument]
     return changed
+
+
+def _scale_of_model(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Of those that the experiment has."""
+    said = dict(argument.partition("=")[::2] for argument in arguments)
+    path = conf / "experiment" / f"{said.get('experiment')}.yaml"
+    if "model" not in said or "scale" in said or not path.is_file():
+        return []
+    wanted, scales = {"override /model": said["model"]}, _read(path).get("scales") or {}
+    known = [name for name in scales if wanted in (_read(conf / "scale" / f"{name}.yaml").get("defaults") or [])]
+    return [f"scale={name}" for name in known[:1]]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

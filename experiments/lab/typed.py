@@ -15,6 +15,7 @@ from experiments.lab import axes, points, schema
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
 from experiments.lab.spec import RATE, VARIANT_KEYS
+from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
 # What a page's name says already, or where things are, and not what is measured.
@@ -41,6 +42,7 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     default = axes.check(config, experiment)
     config = config.copy()
     OmegaConf.set_struct(config, False)
+    _require_scale_of_device(config, typed)
     _set_device(config, typed)
     if config.axes.scale == axes.NO_SCALE:
         _require_used(typed, experiment)
@@ -78,6 +80,19 @@ def _require_used(typed: Sequence[Override], experiment: str) -> None:
     for one in typed:
         if _root(one) in ("workload", "model", "system") or one.key_or_group.startswith("engine.model.path"):
             raise ConfigError(f"{one.key_or_group}: {experiment} runs no model and serves no workload: leave it out")
+
+
+def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
+    """A model on a GPU, with the dtype, lengths and memory of a scale for a CPU, would be another engine."""
+    device, keys = config.hardware.device, [one.key_or_group for one in typed]
+    others = [scale for scale in config.get("scales") or () if scale != config.axes.scale]
+    if device is Device.cuda and config.engine.model.device is Device.cpu and others and "scale" not in keys:
+        for key in keys:
+            if key in MODEL:
+                raise ConfigError(
+                    f"{key} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
+                    f"whose settings it is to have, scale={' or scale='.join(others)}"
+                )
 
 
 def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:

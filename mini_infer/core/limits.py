@@ -30,12 +30,15 @@ def require_length(asked: int, model_limit: int) -> None:
         )
 
 
-def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int) -> Limits:
+def settle_limits(
+    config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int, host_gib: float | None = None
+) -> Limits:
     """
     Args:
         model_limit: tokens that the model's positions reach.
         affordable_blocks: KV blocks that fit in memory; used where cache.num_blocks is not given.
         block_bytes: of a block in host memory.
+        host_gib: what is free of it; default: of this machine's, now.
 
     Raises:
         ConfigError: what is asked for contradicts itself, or the machine.
@@ -68,13 +71,14 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
             f"speculation.num_tokens={drafts} drafts do not fit in a request of {length} tokens "
             f"(model.max_model_len): lower the first to {max(1, length - 2)} or less, or raise the second"
         )
-    return Limits(length, reason, num_blocks, _host_blocks(config, num_blocks, block_bytes))
+    return Limits(length, reason, num_blocks, _host_blocks(config, num_blocks, block_bytes, host_gib))
 
 
-def _host_blocks(config: EngineConfig, num_blocks: int, block_bytes: int) -> int:
+def _host_blocks(config: EngineConfig, num_blocks: int, block_bytes: int, host_gib: float | None) -> int:
     """Page-locked memory is taken from everybody else on the machine: unasked no more than HOST_GIB, and never more
     than half of what is free."""
-    cache, room = config.cache, psutil.virtual_memory().available // 2
+    cache, free = config.cache, psutil.virtual_memory().available if host_gib is None else int(host_gib * 2**30)
+    room = free // 2
     swaps = config.scheduler.preemption is Preemption.swap
     asked = {"host_prefix_gib": cache.host_prefix_gib}
     if swaps:

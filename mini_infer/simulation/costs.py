@@ -20,16 +20,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from mini_infer.core.config import ParallelConfig
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.speculative.policy.costs import interpolate
 
 
-def require_whole_experts(parallel: ParallelConfig) -> None:
-    """Raises ConfigError where ranks share experts: nobody knows what their steps cost."""
-    if parallel.expert > 1:
-        raise ConfigError(f"{parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")
+def require_simulated(config: EngineConfig) -> None:
+    """Raises ConfigError where ranks share experts, or prefixes go to files: nobody knows what these take."""
+    if config.parallel.expert > 1:
+        raise ConfigError(f"{config.parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")
+    if (path := config.cache.disk_prefix_path) is not None:
+        raise ConfigError(
+            f"cache.disk_prefix_path={path}: files of prefixes are not simulated, host memory is. Leave it and "
+            "cache.disk_prefix_gib unset"
+        )
 
 
 class Work(NamedTuple):

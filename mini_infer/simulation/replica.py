@@ -23,7 +23,7 @@ from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.simulation.ahead import steps_alike, take_steps
 from mini_infer.simulation.apart import SimulatedReceiver
-from mini_infer.simulation.costs import StepCosts, require_whole_experts
+from mini_infer.simulation.costs import StepCosts, require_simulated
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
 
@@ -86,7 +86,7 @@ class Replica:
                 "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
                 "speculation.adaptive=false; or speculation.method=none"
             )
-        require_whole_experts(parallel)
+        require_simulated(config)
         self.clock, stages = VirtualClock(), parallel.pipeline
         self.limits = limits
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)

@@ -30,7 +30,7 @@ CONF = ROOT / "conf"
 
 def settle(compose_config, experiment, *typed_in):
     """As run.py does."""
-    overrides = [f"experiment={experiment}", *catalog.shorthand(typed_in, CONF)]
+    overrides = catalog.shorthand([f"experiment={experiment}", *typed_in], CONF)
     return typed.settle(compose_config(*overrides), experiment, overrides)
 
 
@@ -102,7 +102,7 @@ def test_a_claim_is_changed_from_the_command_line(compose_config):
     assert settle(compose_config, "prefix_cache", "experiment.claims=[]").config.experiment.claims == []
 
 
-@pytest.mark.parametrize("typed_in", ["model=qwen3_0_6b", "engine.model.hf_config.num_hidden_layers=2"])
+@pytest.mark.parametrize("typed_in", ["model=llama3_1_8b", "engine.model.hf_config.num_hidden_layers=2"])
 def test_another_model_has_a_page_of_its_own_without_the_bounds(compose_config, typed_in):
     settled = settle(compose_config, "latency", typed_in)
     own = settle(compose_config, "latency")
@@ -110,9 +110,36 @@ def test_another_model_has_a_page_of_its_own_without_the_bounds(compose_config, 
     assert len(own.config.experiment.claims) == 10
     assert settled.config.experiment.claims == []
     assert "Left out: 10 claims with bounds for Qwen2.5-7B." in settled.notes[0]
-    assert settled.axes.scale in ("Qwen3-0_6B", "Qwen2_5-7B_changed")
+    assert settled.axes.scale in ("Llama-3_1-8B", "Qwen2_5-7B_changed")
     assert (settled.default_scale, settled.axes.method) == ("7b", "")
     assert settle(compose_config, "latency", "model=qwen2_5_7b").axes == own.axes  # the same model is no other
+
+
+@pytest.mark.parametrize(
+    ("experiment", "typed_in"),
+    [
+        ("capacity", ["workload=trace", "hardware=h200", "slo.ttft_ms=500", "slo.tpot_ms=25"]),
+        ("calibrate", ["hardware=h200"]),
+    ],
+)
+def test_a_model_brings_its_scale(compose_config, run_py, capsys, experiment, typed_in):
+    alone = settle(compose_config, experiment, "model=qwen2_5_7b", *typed_in)
+    assert alone.axes.scale == "7b"
+    assert alone.config == settle(compose_config, experiment, "scale=7b", *typed_in).config
+    assert settle(compose_config, experiment, "model=tiny").axes.scale == "tiny"
+    typed_too = settle(compose_config, experiment, "model=qwen2_5_7b", "scale=tiny", "hardware=h200")
+    assert typed_too.config.engine.model.dtype == "float32", "as it was typed"
+    assert run_py(f"experiment={experiment}", *typed_in, "model=qwen2_5_7b", "--cfg", "job") == 0
+    assert "dtype: bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["llama3_1_8b", "qwen2_5_7b,qwen3_0_6b"])
+def test_a_model_on_a_gpu_without_a_scale_of_its_own_names_one(compose_config, model):
+    message = r"model on a GPU with the settings of scale=tiny, which is for a CPU: type the .*, scale=7b or scale=0_6b"
+    overrides = catalog.shorthand(["experiment=capacity", f"model={model}", "hardware=h200"], CONF)
+    one = [f"model={model.partition(',')[0]}" if text.startswith("model=") else text for text in overrides]
+    with pytest.raises(ConfigError, match=message):  # Hydra hands on one of a sweep at a time
+        typed.settle(compose_config(*one), "capacity", one)
 
 
 def test_a_model_in_a_folder_is_named_by_it(compose_config, checkpoint):

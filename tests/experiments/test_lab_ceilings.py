@@ -45,7 +45,7 @@ def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path):
     assert "Ceilings: what this machine can do at most" in text
     kept = tmp_path / "results" / "hardware" / "cpu.yaml"  # beside results that are not the repository's own
     found = ceilings.read(kept)
-    assert found.machine == hardware.name("cpu")
+    assert (found.machine, found.host_memory_gib) == (hardware.name("cpu"), hardware.host_memory_gib())
     assert [c.threads for c in found.ceilings] == [1, 2]
     assert set(found.ceilings[0].matmul_tflop_s) == {"float32", "bfloat16"}
     one, two = found.ceilings

@@ -246,6 +246,17 @@ def test_more_variants_stand_below_each_other():
     assert grid.rows[0][3:] == ("1", "baseline")
 
 
+def test_predictions_stand_beside_what_was_measured_of_the_same_variant():
+    """Whatever the baseline is."""
+    variants = {"base": "off", "base predicted": "off, predicted", "new": "on", "new predicted": "on, predicted"}
+    values = {"base": 100.0, "base predicted": 103.0, "new": 50.0, "new predicted": 40.0}
+    given = result(variants=variants, gates=[], claims=(), sizes=(1,))
+    rows = [replace(row, value=values[row.variant]) for row in given.rows]
+    (grid,) = Sheet(replace(given, rows=tuple(rows))).grids(["ttft_p50_ms"])
+    assert grid.header == ("variant", "median [95 %]", "ratio to baseline", "off by", "same tokens")
+    assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-20.0%"]
+
+
 def test_a_single_variant_has_one_table_for_all_metrics():
     (grid,) = Sheet(result(variants={"base": "mini-infer"}, baseline=None, gates=[], claims=())).grids(list(METRICS))
     assert grid.header == ("metric", "unit", "point", "median [95 %]", "better")

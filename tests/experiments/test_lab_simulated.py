@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 
 from experiments.ablation import Ablation
-from experiments.capacity import Capacity
+from experiments.capacity import Capacity, Plan, _front
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
+from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
-from mini_infer.core.config import Connector, Device, EngineConfig, ModelConfig, ParallelConfig
+from mini_infer.cli.server_process import read_address, start_server
+from mini_infer.core import limits
+from mini_infer.core.config import (
+    CacheConfig,
+    Connector,
+    Device,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    Preemption,
+    SchedulerConfig,
+)
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime import preflight
+from mini_infer.serving.settings import ModelSettings
 from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
 DRY = [
@@ -111,7 +129,9 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
     engine = schema.engine_config(compose_config("model=qwen2_5_7b", "engine.model.dtype=bfloat16").engine)
     engine = dataclasses.replace(engine, model=dataclasses.replace(engine.model, device=Device.cuda))
     small = dataclasses.replace(GPU, memory_gib=12.0)
-    with pytest.raises(ConfigError, match=r"weights of 14\.2 GiB and steps of .* leave no room for KV in 10\.8 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"leave no room for KV in 10\.8 GiB\. .* With engine.parallel.tensor=2 it fits$"
+    ):
         Simulator(small, 1).setup(engine)
     shared = dataclasses.replace(engine, parallel=ParallelConfig(tensor=2))
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(shared).limits.num_blocks > 1000
@@ -119,6 +139,21 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(staged).limits.num_blocks > 1000
     with pytest.raises(ConfigError, match=r"device=cuda, and the chosen hardware is .*, a cpu"):
         Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
+
+
+@pytest.mark.parametrize("own", [1, 2**40])
+def test_swap_space_is_the_chosen_machines(monkeypatch: pytest.MonkeyPatch, own: int) -> None:
+    """Half of its memory at most, whatever is free where it is simulated."""
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=own))
+    swaps = dataclasses.replace(TINY, scheduler=SchedulerConfig(preemption=Preemption.swap))
+    dry = dataclasses.replace(swaps, model=ModelConfig(load_format=LoadFormat.dry, device=Device.cpu))
+    block = load_spec(TINY.model).kv_layout(torch.bfloat16).bytes_per_block(16)
+    for engine, size in ((swaps, block), (dry, 16 * DRY_TOKEN_BYTES)):
+        small = Simulator(dataclasses.replace(GPU, host_memory_gib=2**-9), 1)
+        assert small.setup(engine).limits.num_host_blocks == 2**20 // size
+        asked = dataclasses.replace(engine, cache=CacheConfig(host_memory_gib=2**-8))
+        with pytest.raises(ConfigError, match=r"host_memory_gib=0.00390625 takes 0.0 GiB of page-locked host memory"):
+            small.setup(asked)
 
 
 def measured(config, cls=Ablation):
@@ -230,7 +265,62 @@ def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
     config.experiment.settings = settings
     config.experiment.slo = dict(zip(("ttft_ms", "tpot_ms"), slo, strict=True))
     config.experiment.update(changes)
-    return measured(config, Capacity)[1]
+    return planned(config)
+
+
+def planned(config, *but: str):
+    """What the planner finds. Of every layout the command starts the engine that was simulated."""
+    experiment, found = measured(config, Capacity)
+    for plan in experiment._plans.values():
+        if not isinstance(plan, str):
+            assert_same_engine(experiment, plan, *but)
+    return found
+
+
+def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
+    """With other seeds, and but for these settings."""
+    program, *flags = shlex.split(experiment._command(plan))
+    assert program == "mini-infer-serve"
+    (started,) = parse(flags, {}).models
+    assert started == ModelSettings(engine=started.engine)
+    simulated, served = (flat(e.to_dict()) for e in (experiment._engine(plan.settings, plan.replicas), started.engine))
+    assert {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)} <= {"seed", *but}
+
+
+def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulated(compose_config) -> None:
+    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "engine/graphs=never", "engine/attention=triton"]
+    experiment = Capacity.from_config(compose_config(*overrides, "engine.model.path='a folder/of Mine'"))
+    searched = experiment.spec.settings
+    layouts = [{**experiment._base, key: value} for key, values in searched.items() for value in values]
+    layouts += [{key: values[turn % len(values)] for key, values in searched.items()} for turn in range(12)]
+    for settings in layouts:
+        for replicas in (2, 3):
+            plan = Plan(Point("", {}), settings, replicas, 0, {}, True, False)
+            shape = flat({"model.hf_config": experiment._engine(settings, 1).model.hf_config})
+            assert_same_engine(experiment, plan, "model.load_format", "model.hf_config", *shape)
+    assert "--model 'a folder/of Mine' --model.dtype=bfloat16 --model.device=cuda" in experiment._command(plan)
+    assert "--model.max_model_len=16384" in experiment._command(plan)
+
+
+@pytest.mark.slow
+def test_the_command_of_a_plan_starts_a_server(compose_config) -> None:
+    """Of the model that ships, as it is typed."""
+    config = compose_config("experiment=capacity", "hardware=cpu", *FEW, "workload.rate_per_s=1")
+    config.experiment.settings = {}
+    config.experiment.slo = {"ttft_ms": 10_000}
+    program, *flags = shlex.split(planned(config).notes[0].partition("Start it with: ")[2])
+    assert (program, *flags[:2]) == ("mini-infer-serve", "--model", "tiny-target")
+    with start_server([*flags, "--port=0"]) as server:
+        try:
+            assert server.stdout is not None
+            url = read_address(server.stdout)
+            asked = json.dumps({"model": "tiny-target", "prompt": "def ", "max_tokens": 3}).encode()
+            request = Request(f"{url}/v1/completions", asked, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+        finally:
+            server.terminate()
+    assert server.returncode == 0
 
 
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
@@ -243,7 +333,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. ", found.notes[0])
     assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].partition("Start it with: ")[2])
-    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--parallel.replicas"]
+    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--model.load_format=dry"]
     started = parse(command[1:], {}).models[0].engine
     assert (started.parallel.replicas, started.scheduler.max_num_seqs) == (count, 8)
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
@@ -295,7 +385,7 @@ def test_prompts_that_are_computed_apart_are_planned_too(compose_config) -> None
     config = compose_config(*PLAN, "workload.prefix_tokens=0", "workload.suffix_tokens=900", "workload.rate_per_s=20")
     config.experiment.settings = {"prefill_share": [0, 0.5]}
     config.experiment.slo = {"ttft_ms": 400, "tpot_ms": 6}
-    found = measured(config, Capacity)[1]
+    found = planned(config)
     best = found.points[-1]
     assert best.values["prefill_share"] == 0.5, found.notes
     assert best.name == "prefill=1 decode=1"
@@ -308,10 +398,66 @@ def test_drafts_are_planned_too(compose_config) -> None:
     settings = {"engine.speculation.method": ["none", "synthetic"]}
     config = compose_config(*PLAN, "engine.speculation.acceptance=0.8", "engine.speculation.adaptive=false")
     config.experiment.settings, config.experiment.slo = settings, {"ttft_ms": 300, "tpot_ms": 12}
-    found = measured(config, Capacity)[1]
+    found = planned(config, "speculation.method", "speculation.acceptance")
     replicas = {p.values["engine.speculation.method"]: p.values["engine.parallel.replicas"] for p in found.points}
     assert replicas == {"none": 2, "synthetic": 1}
-    assert "--speculation.method synthetic --speculation.adaptive false --speculation.acceptance 0.8" in found.notes[0]
+    assert "--speculation.method=ngram --speculation.adaptive=false" in found.notes[0]
+    assert not any("acceptance" in note or "synthetic" in note.partition("mini-infer-serve")[2] for note in found.notes)
+    (assumed,) = (note for note in found.notes if note.startswith("Assumed, not known"))
+    assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
+
+
+def made_up_plan(gpus: int, ttft: float, share: float = 1.0, **settings: object) -> Plan:
+    keys = {f"engine.scheduler.{name}": value for name, value in settings.items()}
+    values = {"gpus": gpus, "ttft_p50_ms": ttft, "slo_share": share}
+    return Plan(Point(f"{gpus} {ttft}", {}), keys, gpus, gpus, values, share >= 0.9, False)
+
+
+def test_the_front_has_what_nothing_beats_in_gpus_and_in_latency() -> None:
+    cheap, quick, between = made_up_plan(1, 90), made_up_plan(8, 10), made_up_plan(4, 30)
+    beaten = [made_up_plan(1, 95), made_up_plan(4, 31), made_up_plan(5, 30), made_up_plan(8, 90), made_up_plan(16, 10)]
+    assert _front([quick, *beaten, between, cheap]) == [cheap, between, quick]
+
+
+def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_others(compose_config) -> None:
+    config = compose_config(*PLAN)
+    keys = ["engine.scheduler.max_num_seqs", "engine.scheduler.max_num_batched_tokens"]
+    config.experiment.settings = {key: [1, 2, 3] for key in keys}
+    experiment = Capacity.from_config(config)
+    best = made_up_plan(2, 40, max_num_seqs=1, max_num_batched_tokens=1)
+    plans = [
+        best,
+        made_up_plan(3, 20, max_num_seqs=2, max_num_batched_tokens=1),
+        made_up_plan(64, 10, 0.25, max_num_seqs=3, max_num_batched_tokens=1),
+        made_up_plan(1, 5, max_num_seqs=2, max_num_batched_tokens=2),  # in both
+        made_up_plan(5, 33, max_num_seqs=1, max_num_batched_tokens=2),
+    ]
+    experiment._plans = {tuple(plan.settings.items()): plan for plan in plans} | {(("it", 1),): "it does not fit"}
+    assert list(experiment._worth(best)) == [
+        "scheduler.max_num_seqs, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 3 GPUs, TTFT 20 ms; "
+        "3: only 25% kept, TTFT 10 ms.",
+        "scheduler.max_num_batched_tokens, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 5 GPUs, "
+        "TTFT 33 ms.",
+    ]
+
+
+def test_layouts_that_cannot_be_had_are_named(compose_config) -> None:
+    tokens = "engine.scheduler.max_num_batched_tokens"
+    found = plan(compose_config, settings={tokens: [4, 256]})
+    assert found.notes[0].startswith("The fewest: ")
+    (why,) = (note for note in found.notes if note.startswith("Not possible"))
+    assert why.startswith("Not possible: max_num_batched_tokens=4: scheduler.max_num_batched_tokens=4 is less than ")
+    found = plan(compose_config, settings={"prefill_share": [0, 0.5]}, most_replicas=1, slo=(9000, 900))
+    assert "Not possible: prefill_share=0.5: prefill_share=0.5 takes 2 engines: raise most_replicas." in found.notes
+
+
+def test_where_no_layout_fits_the_nearest_that_would_is_named(compose_config) -> None:
+    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "hardware.memory_gib=6", "workload.count=4"]
+    config = compose_config(*overrides)
+    config.experiment.settings = {"engine.parallel.tensor": [1, 2]}
+    why = r"none of 2 layouts fits\. The engine's own settings: .* no room for KV in 5\.4 GiB\. .*tensor=4 it fits"
+    with pytest.raises(ConfigError, match=why):
+        measured(config, Capacity)
 
 
 def test_bad_plans_are_refused(compose_config) -> None:
@@ -321,3 +467,8 @@ def test_bad_plans_are_refused(compose_config) -> None:
         plan(compose_config, settings={"engine.scheduler.wrong": [1]})
     with pytest.raises(ConfigError, match=r"settings\[prefill_share\] must be from 0 to less than 1, got \[1\]"):
         plan(compose_config, settings={"prefill_share": [1]})
+    with pytest.raises(ConfigError, match=r"experiment\.most_replicas must be at least 1, got 0"):
+        plan(compose_config, most_replicas=0)
+    for share in (0, 1.5):
+        with pytest.raises(ConfigError, match=rf"experiment\.share must be .*got {share}"):
+            plan(compose_config, share=share)

@@ -7,7 +7,17 @@ from mini_infer.core.limits import Limits
 from mini_infer.simulation.costs import Curve, FittedCosts
 from mini_infer.simulation.replica import Replica
 
-COSTS = FittedCosts(Curve((1, 8), (4e-3, 5e-3)), Curve((1, 2000), (5e-3, 50e-3)), 1e-8, 0.0, 1e-10, 2e-4, 1e-6, 1e-5)
+COSTS = FittedCosts(
+    decode=Curve((1, 8), (4e-3, 5e-3)),
+    prompts=Curve((1, 2000), (5e-3, 50e-3)),
+    slot_s=1e-8,
+    reach_s=1e-6,
+    pair_s=1e-10,
+    plan_s=2e-4,
+    row_s=1e-6,
+    block_s=1e-5,
+    beside_s=3e-5,
+)
 CONFIG = EngineConfig(
     cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
 )

@@ -15,12 +15,12 @@ from made_up_costs import CONFIG, COSTS, LIMITS, replica
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import (
-    CacheConfig,
     DryConfig,
     EngineConfig,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
+    Policy,
     Preemption,
     SpeculationConfig,
     When,
@@ -29,6 +29,7 @@ from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
+from mini_infer.simulation.costs import Curve, FittedCosts, Work
 from mini_infer.simulation.replica import Replica
 
 
@@ -52,7 +53,7 @@ def test_time_without_overlap_is_the_sum_of_host_and_device(skips: bool) -> None
     request = engine.add("a", range(10), 5, now=0.010)
     assert finished(engine) == [request]
     host = 2e-4 + 1e-6
-    prompt = 5e-3 + 9 / 1999 * 45e-3 + 55e-10  # 55 pairs
+    prompt = 5e-3 + 9 / 1999 * 45e-3 + 10e-6 + 55e-10  # 55 pairs
     ends = [0.010 + host + prompt]
     for context in (11, 12, 13, 14):
         ends.append(ends[-1] + host + 4e-3 + context * 1e-8)
@@ -65,11 +66,67 @@ def test_with_overlap_the_device_never_waits_for_the_host(skips: bool) -> None:
     engine = replica(overlap=True, skips=skips)
     request = engine.add("a", range(10), 5, now=0.0)
     finished(engine)
-    prompt = 5e-3 + 9 / 1999 * 45e-3 + 55e-10
+    prompt = 5e-3 + 9 / 1999 * 45e-3 + 10e-6 + 55e-10
     ends = [2e-4 + 1e-6 + prompt]
     for context in (11, 12, 13, 14):
         ends.append(ends[-1] + 4e-3 + context * 1e-8)
     assert request.token_times == pytest.approx(ends, rel=1e-12)
+
+
+def test_a_row_beside_a_prompt_takes_longer() -> None:
+    """One of 11 slots, beside a prompt of 10 tokens."""
+    engine = replica(overlap=False, skips=False)
+    first = engine.add("a", range(10), 5, now=0.0)
+    engine.run()
+    engine.add("b", range(50, 60), 5, now=engine.clock.now)
+    finished(engine)
+    step = 2e-4 + 2e-6 + 5e-3 + 10 / 1999 * 45e-3 + 11e-8 + 10e-6 + 55e-10 + 3e-5
+    assert first.token_times[1] - first.token_times[0] == pytest.approx(step, rel=1e-12)
+
+
+def test_a_slower_device_has_the_same_host() -> None:
+    slower, rows = replace(COSTS, push_block_s=2e-5).slower(3.0), range(1000, 1100, 7)
+    for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 20_000)):
+        assert slower.device_s(work) == pytest.approx(3 * COSTS.device_s(work), rel=1e-12)
+    assert slower.rows_s(7, rows) == pytest.approx([3 * seconds for seconds in COSTS.rows_s(7, rows)], rel=1e-12)
+    assert (slower.host_s(5), slower.copy_s(5), slower.push_s(5)) == (COSTS.host_s(5), COSTS.copy_s(5), 1e-4)
+
+
+SLOW_COPIES = replace(COSTS, block_s=0.1)
+AFTER_COPIES = 201e-6 + 5e-3 + 9e-6 + 9e-10  # a step of the ninth token of a prompt
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_swap_takes_what_its_blocks_take(skips: bool) -> None:
+    """Of two requests with 2 of 5 blocks each, one needs a third, and the other goes to host memory: 2 blocks. When the
+    first needs a fourth these are still on their way; when it ends they come back."""
+    scheduler = replace(CONFIG.scheduler, preemption=Preemption.swap)
+    config = replace(CONFIG, scheduler=scheduler, cache=replace(CONFIG.cache, prefix_caching=False, watermark=0.0))
+    engine = replica(False, skips, config, Limits(200, "a test", 5, 10), SLOW_COPIES)
+    one, two = (engine.add(name, range(8), 6, now=0.0) for name in "ab")
+    finished(engine)
+    both = 2e-4 + 2e-6 + 5e-3 + 15 / 1999 * 45e-3 + 8e-6 + 72e-10
+    swapped = both + 201e-6 + 2 * 0.1
+    ends = [both]
+    for context in (9, 10, 11, 12):
+        ends.append(ends[-1] + 201e-6 + 4e-3 + context * 1e-8)
+    assert ends[-1] < swapped
+    ends.append(swapped + 201e-6 + 4e-3 + 13e-8)
+    assert one.token_times == pytest.approx(ends, rel=1e-12)
+    assert (one.num_preemptions, two.num_preemptions) == (0, 1)
+    assert two.token_times[:2] == pytest.approx([both, ends[-1] + 2e-4 + 2 * 0.1 + AFTER_COPIES], rel=1e-12)
+
+
+def test_a_prefix_in_host_memory_takes_what_its_blocks_take() -> None:
+    """Two blocks, which come back once the three of whoever has taken their place are saved."""
+    config = replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=1.0, watermark=0.0))
+    engine = replica(False, False, config, Limits(200, "a test", 4, 10), SLOW_COPIES)
+    for moment, prompt in enumerate((range(9), range(20, 33), range(9))):
+        again = engine.add("", prompt, 1, now=moment)
+        finished(engine)
+    assert again.num_cached_tokens == 8
+    copies = 2e-4 + 3 * 0.1 + 2e-4 + 2 * 0.1
+    assert again.token_times == pytest.approx([2.0 + copies + AFTER_COPIES], rel=1e-12)
 
 
 def random_load(count: int, seed: int) -> list[tuple[float, list[int], int]]:
@@ -82,22 +139,26 @@ def random_load(count: int, seed: int) -> list[tuple[float, list[int], int]]:
     return found
 
 
+CONFIGS = {
+    "chunked": CONFIG,
+    "uncached": replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
+    "whole": replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
+    "swap": replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
+    "tiers": replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=2**-20)),
+    "shortest": replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=Policy.shortest)),
+}
+
+
+def copies(config: EngineConfig) -> bool:
+    """To host memory, and back."""
+    return config.scheduler.preemption is Preemption.swap or config.cache.host_prefix_gib is not None
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        CONFIG,
-        replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
-        replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
-        replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
-        replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=1.0)),
-    ],
-    ids=["chunked", "uncached", "whole", "swap", "tiers"],
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig) -> None:
     """Also where KV memory is short, so that requests wait and give way."""
-    copies = config.scheduler.preemption is Preemption.swap or config.cache.host_prefix_gib is not None
-    limits = Limits(200, "a test", 60 if config.scheduler.chunked_prefill else 130, 100 if copies else 0)
+    limits = Limits(200, "a test", 60 if config.scheduler.chunked_prefill else 130, 100 if copies(config) else 0)
     told, planned = [], []
     for skips in (False, True):
         engine = replica(overlap, skips, config, limits)
@@ -140,25 +201,25 @@ def watch(executor: Any) -> list[StepPlan]:
     return plans
 
 
+FREE = FittedCosts(Curve((1,), (0.0,)), Curve((1,), (0.0,)), slot_s=0, reach_s=0, pair_s=0, plan_s=0, row_s=0)
 DRAFTS = SpeculationConfig(method="synthetic", acceptance=0.6, adaptive=False, num_tokens=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("drafts", [SpeculationConfig(), DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), replace(CONFIG, speculation=DRAFTS)], ids=[*CONFIGS, "drafts"])
 @pytest.mark.parametrize("blocks", [60, 400])
-def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, drafts: SpeculationConfig) -> None:
+def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, config: EngineConfig) -> None:
     """Step by step, with requests that come between steps, share beginnings, give way where memory is short, and whose
-    drafts are accepted by the same hashes."""
-    dry = DryConfig(max_model_len=200)
-    config = EngineConfig(
-        model=ModelConfig(load_format=LoadFormat.dry, dry=dry),
-        cache=CacheConfig(block_size=4, num_blocks=blocks),
-        scheduler=replace(CONFIG.scheduler, overlap=When.always if overlap else When.never),
-        speculation=drafts,
+    drafts are accepted by the same hashes. Nothing takes any time, which loads and the order of requests depend on."""
+    config = replace(
+        config,
+        model=ModelConfig(load_format=LoadFormat.dry, dry=DryConfig(max_model_len=200)),
+        cache=replace(config.cache, num_blocks=blocks),
+        scheduler=replace(config.scheduler, overlap=When.always if overlap else When.never),
         seed=0,
     )
-    engine = LLMEngine(config)
-    simulated = Replica(config, engine.executor.limits, COSTS, overlap, skips=False)
+    engine = LLMEngine(config, clock=lambda: 0.0)
+    simulated = Replica(config, engine.executor.limits, FREE, overlap, skips=False)
     plans, own = watch(engine.executor), watch(simulated.core.executor)
     for _, prompt, output in random_load(40, seed=2):
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), stream=False)
@@ -173,14 +234,17 @@ def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, drafts:
     assert len(plans) > 80
     assert [shape(plan) for plan in own] == [shape(plan) for plan in plans]
     assert any(plan.preempted for plan in plans) == (blocks < 100)
-    assert any(plan.num_drafts for plan in plans) == (drafts.most > 0)
+    assert any(plan.num_drafts for plan in plans) == (config.speculation.most > 0)
+    comes_back = any(not moved.to_host for plan in plans for moved in plan.transfers)
+    assert comes_back == (copies(config) and blocks < 100)
 
 
 def shape(plan: StepPlan) -> Any:
     """A plan without names and tokens."""
     admissions = [(a.req_index, len(a.token_ids), a.prompt_len, a.block_table) for a in plan.admissions]
     rows = plan.req_indices, plan.starts, plan.counts, plan.samples, plan.num_decode_rows, plan.following
-    return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens
+    moves = [(moved.to_host, moved.pairs) for moved in plan.transfers]
+    return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens, moves
 
 
 def test_what_can_never_be_served_is_refused() -> None:
@@ -188,6 +252,9 @@ def test_what_can_never_be_served_is_refused() -> None:
         replica().add("a", [0] * 500, 20, now=0.0)
     with pytest.raises(ConfigError, match=r"parallel\.expert=2: ranks that share experts are not simulated"):
         replica(config=replace(CONFIG, parallel=ParallelConfig(expert=2)))
+    files = replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=1.0, disk_prefix_path="a/folder"))
+    with pytest.raises(ConfigError, match=r"disk_prefix_path=a/folder: files of prefixes are not simulated, host mem"):
+        replica(config=files)
     drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
         replica(config=drafts)

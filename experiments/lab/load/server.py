@@ -70,19 +70,19 @@ def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
     return sum(seconds.values()), engine_s
 
 
-def flags(config: EngineConfig) -> list[str]:
-    """The engine's settings as the server's flags, all of them."""
+def flags(config: EngineConfig, other: EngineConfig | None = None) -> list[str]:
+    """The engine's settings as the server's flags: all of them, or those that another one does not have, too."""
     rows = {row.key: row for row in table()}
 
-    def walk(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    def walk(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for name, value in values.items():
             key = prefix + name
-            if key in rows:
+            if key not in rows:
+                yield from walk(value, known.get(name, {}), f"{key}.")
+            elif name not in known or value != known[name]:
                 yield f"{rows[key].flags[0]}={_text(value)}"
-            else:
-                yield from walk(value, f"{key}.")
 
-    return list(walk(config.to_dict(), ""))
+    return list(walk(config.to_dict(), {} if other is None else other.to_dict(), ""))
 
 
 def _text(value: Any) -> str:

@@ -73,7 +73,7 @@ def save(path: Path, found: Hardware) -> None:
             ceilings[old.threads] = replace(new, link_gb_s={**old.link_gb_s, **new.link_gb_s})
     content: dict[str, Any] = {
         **({"device": found.device.value} if found.device else {}),
-        **({"memory_gib": found.memory_gib} if found.memory_gib else {}),
+        **{name: size for name in ("memory_gib", "host_memory_gib") if (size := getattr(found, name))},
         "machine": found.machine,
         "measured": found.measured,
         "how": found.how,

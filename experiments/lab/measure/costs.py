@@ -22,7 +22,7 @@ from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_whole_experts
+from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 HEADER = """\
@@ -49,7 +49,7 @@ class Layout:
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
         """Raises ConfigError where it is none that can be simulated."""
-        require_whole_experts(config.parallel)
+        require_simulated(config)
         overlap = config.scheduler.overlap
         attention = config.attention
         return cls(

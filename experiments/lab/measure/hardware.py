@@ -67,6 +67,7 @@ class Hardware:
     ceilings: tuple[Ceilings, ...] = ()  # on a CPU one for each number of threads
     device: Device | None = None  # where it measures; default: what the scale says
     memory_gib: float | None = None  # of the device, for models and KV
+    host_memory_gib: float | None = None  # beside one device; a simulated engine's host has all of it free
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def facts(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": cores(),
         "torch_threads": torch.get_num_threads(),
-        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "ram_gib": host_memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
@@ -145,6 +146,10 @@ def facts(device: str) -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
         found["driver"] = _driver()
     return found
+
+
+def host_memory_gib() -> float:
+    return round(psutil.virtual_memory().total / 2**30, 1)
 
 
 def gpu_memory_gib() -> float:

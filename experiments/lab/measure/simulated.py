@@ -27,6 +27,7 @@ from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
 
+MOST_RANKS = 64  # that are looked at for a model that does not fit
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 
@@ -78,10 +79,11 @@ class Simulator:
         if config.model.load_format is LoadFormat.dry:
             dry, overlap = config.model.dry, config.scheduler.overlap is When.always
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
-            settled = settle_limits(config, dry.max_model_len, plenty, config.cache.block_size * DRY_TOKEN_BYTES)
+            block = config.cache.block_size * DRY_TOKEN_BYTES
+            settled = settle_limits(config, dry.max_model_len, plenty, block, self.chosen.host_memory_gib)
             return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
-        settled = _limits(target)
+        settled = _limits(target, self.chosen.host_memory_gib)
         waits = config.parallel.pipeline > 1 and config.speculation.most > 0  # as in runtime/worker/worker.py
         return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap and not waits)
 
@@ -117,14 +119,35 @@ class Simulator:
             )
 
 
-def _limits(target: Target) -> Limits:
-    """As an engine with these settings would find them."""
+def _limits(target: Target, host_gib: float | None) -> Limits:
+    """As an engine with these settings would find them. The error of what does not fit names the
+    fewest ranks with which it does."""
+    try:
+        return _settled(target, host_gib)
+    except ConfigError as error:
+        more = range(target.config.parallel.tensor + 1, MOST_RANKS + 1)
+        if fewest := next((tensor for tensor in more if _fits(target, tensor, host_gib)), None):
+            raise ConfigError(f"{error}. With engine.parallel.tensor={fewest} it fits") from None
+        raise
+
+
+def _fits(target: Target, tensor: int, host_gib: float | None) -> bool:
+    config = target.config
+    shared = replace(target, config=replace(config, parallel=replace(config.parallel, tensor=tensor)))
+    try:
+        _settled(shared, host_gib)
+    except ConfigError:
+        return False
+    return True
+
+
+def _settled(target: Target, host_gib: float | None) -> Limits:
     config, parallel = target.config, target.config.parallel
     spec = of_each_rank(target.spec, parallel.tensor)
     block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
     # A stage has its share of the layers.
     affordable = _kv_bytes(target) * parallel.pipeline // block
-    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor)
+    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor, host_gib)
 
 
 def _kv_bytes(target: Target) -> int:

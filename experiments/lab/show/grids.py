@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experiments.lab.judge import stats
+from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
+from experiments.lab.spec import PREDICTED
 from experiments.lab.store.result import Result
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling
@@ -68,6 +69,8 @@ class Sheet:
             cell = (row.variant, row.point, row.metric)
             why = ABSENT if row.is_absent else INVALID if row.is_fault else FEW
             self._lacking[cell] = max(self._lacking.get(cell, FEW), why, key=(FEW, INVALID, ABSENT).index)
+        predictions = {name + PREDICTED: name for name in result.info.variants}
+        self._misses = {(m.variant, m.point, m.metric): m.share for m in prediction.misses(result.rows, predictions)}
         # Of several gates at a point, the one against the baseline in the timed passes.
         ordered = sorted(result.info.gates, key=lambda gate: not gate.against)
         self._gates = {(gate.variant, gate.point): gate for gate in ordered}
@@ -110,9 +113,12 @@ class Sheet:
         info = self.info
         points = points or self._points(name)
         columns = self._named(len(points) > 1, len(info.variants) > 1) | {"median [95 %]": self.value}
+        off = any(point in points and metric == name for _, point, metric in self._misses)
         if info.baseline is not None:
             label = info.variants[info.baseline]
-            columns[f"ratio to {label if len(label) <= LONG_LABEL else 'baseline'}"] = self.ratio
+            columns[f"ratio to {label if len(label) <= LONG_LABEL and not off else 'baseline'}"] = self.ratio
+        if off:
+            columns["off by"] = self.miss
         columns |= self._gated
         for other in beside:
             unit = info.metrics[other].unit
@@ -167,6 +173,11 @@ class Sheet:
             return "1" if self.table.values(variant, point, metric) else wording.NOTHING
         found = self._result.ratio(variant, point, metric)
         return wording.NOTHING if found is None else wording.interval(found, "x")
+
+    def miss(self, variant: str, point: str, metric: str) -> str:
+        """Of what a simulated variant says, against the measured one of the same name."""
+        share = self._misses.get((variant, point, metric))
+        return wording.NOTHING if share is None else f"{share:+.1%}"
 
     @property
     def _gated(self) -> Columns:
