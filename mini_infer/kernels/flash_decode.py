@@ -51,6 +51,7 @@ def _split_rows_kernel(
     LONG_TILES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TILE: tl.constexpr,
+    AT_MOST: tl.constexpr,  # target is not passed, unless there are more rows
 ):
     """One program a part, counted through the batch."""
     place = tl.program_id(0)
@@ -58,15 +59,16 @@ def _split_rows_kernel(
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     tiles = tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
     all_tiles = tl.sum(tiles, 0)
-    target = tl.where(all_tiles > target * LONG_TILES, 2 * target, target)
-    counts = _num_parts(tiles, all_tiles, target, WHOLE_TILES)
+    if not AT_MOST:
+        target = tl.where(all_tiles > target * LONG_TILES, 2 * target, target)
+    counts = _num_parts(tiles, all_tiles, target, WHOLE_TILES, AT_MOST)
     ends = tl.cumsum(counts, 0)
     row = tl.sum((ends <= place).to(tl.int32), 0)
     first_part = tl.sum(tl.where(ends <= place, counts, 0), 0)
     length = tl.load(seq_lens + row, mask=row < num_rows, other=1)
     first = first_position(length, window, QUERY_LEN)
     own_tiles = tl.cdiv(length - first, TILE)
-    num_parts = _num_parts(own_tiles, all_tiles, target, WHOLE_TILES)
+    num_parts = _num_parts(own_tiles, all_tiles, target, WHOLE_TILES, AT_MOST)
     part = place - first_part
     fields = parts + place * _FIELDS
     tl.store(fields, tl.where(place < tl.max(ends, 0), row, -1))
@@ -78,9 +80,11 @@ def _split_rows_kernel(
 
 
 @triton.jit
-def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
-    """A row's share of the target, rounded: rows of one length stay whole rather than become a part and a bit."""
-    share = (2 * target * tiles + all_tiles) // (2 * all_tiles)
+def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr, AT_MOST: tl.constexpr):
+    """A row's share of the target, rounded: rows of one length stay whole rather than become a part and a bit. AT_MOST:
+    rounded down."""
+    rounded = 0 if AT_MOST else all_tiles
+    share = (2 * target * tiles + rounded) // (2 * all_tiles)
     return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
@@ -111,19 +115,21 @@ def make_parts(
     window: int | None,
     query_len: int,
     whole_tiles: int = WHOLE_TILES,
+    at_most: bool = False,
 ) -> Parts | None:
     """As split_rows, for rows of tiles of so many keys, of each of whose parts is found what `found` says: packs,
-    queries, value_dim. q has the dtype. A row of no more than whole_tiles is not split."""
+    queries, value_dim. q has the dtype. A row of no more than whole_tiles is not split. at_most: programs fill an SM,
+    so there are no more parts than SMs, unless there are more rows."""
     num_rows, num_packs = seq_lens.shape[0], found[0]
     if num_rows > MAX_ROWS:
         return None
-    target = max(1, _num_sms(q.device) // num_packs)
-    num_parts = num_rows + 2 * target
+    target = max(1, num_sms(q.device) // num_packs)
+    num_parts = num_rows + (1 if at_most else 2) * target
     fields = torch.empty((num_parts, _FIELDS.value), dtype=torch.int32, device=q.device)
     _split_rows_kernel[(num_parts,)](
         fields, seq_lens, num_rows, target, UNBOUNDED if window is None else window,
         MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size), WHOLE_TILES=whole_tiles,
-        LONG_TILES=LONG_TILES, QUERY_LEN=query_len, TILE=tile,
+        LONG_TILES=LONG_TILES, QUERY_LEN=query_len, TILE=tile, AT_MOST=at_most,
     )  # fmt: skip
     numbers = torch.empty((num_parts, *found), dtype=q.dtype, device=q.device)
     return Parts(fields, numbers, torch.empty(numbers.shape[:3], dtype=torch.float32, device=q.device))
@@ -290,7 +296,7 @@ def flash_decode(
     assert parts is not None, "more rows have been left whole above"
     # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
     # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
-    deep = num_rows > 32 and num_rows * num_packs <= 4 * _num_sms(q.device)
+    deep = num_rows > 32 and num_rows * num_packs <= 4 * num_sms(q.device)
     options |= {"num_stages": 4} if deep else {}
     _flash_decode_kernel[(num_packs, parts.fields.shape[0])](
         out, q, *stored(keys, values), block_tables, kv_scales, parts, tickets_of(q.device), block_tables.stride(0),
@@ -303,7 +309,7 @@ flash_decode_reference = paged_decode_reference
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors, or a few on a CPU, where the interpreter runs one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 

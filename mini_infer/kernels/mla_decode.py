@@ -28,6 +28,7 @@ from mini_infer.kernels.flash_decode import (
     finish_part,
     make_parts,
     merge,
+    num_sms,
     part_of,
     parts_of,
     tickets_of,
@@ -43,6 +44,7 @@ LIMITS = AttentionLimits(
     unequal_values=True,
     **FP8_CACHE,
 )
+FILLS_AN_SM = 64  # latents of a tile
 MERGED_APART = 32  # rows of a batch, up to which parts are merged by a kernel of their own
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -209,7 +211,8 @@ def mla_decode(
     Safe in a CUDA graph: block_tables and seq_lens may change between replays. The first call on a device must not be
     under capture (RuntimeError). Raises ValueError for shapes that it does not take.
     """
-    (shape, options), num_rows = _shape(q, latents, rank, query_len), seq_lens.shape[0]
+    num_rows = seq_lens.shape[0]
+    shape, options = _shape(q, latents, rank, query_len, None if parts is None else num_rows)
     out = q.new_empty(*q.shape[:2], rank) if out is None else out
     if not q.numel():
         return out
@@ -231,15 +234,20 @@ def mla_decode(
 
 def split_latent_rows(q: Tensor, latents: Tensor, rank: int, seq_lens: Tensor, *, query_len: int) -> Parts | None:
     """The parts of all rows, for mla_decode with the same arguments. None where they are too many to be split."""
-    shape, _ = _shape(q, latents, rank, query_len)
+    shape, _ = _shape(q, latents, rank, query_len, len(seq_lens))
     if len(seq_lens) * shape.packs > MAX_TICKETS:
         return None
-    found = shape.packs, shape.queries, rank
-    return make_parts(q, seq_lens, found, tile=shape.tile, window=None, query_len=query_len, whole_tiles=1)
+    return make_parts(
+        q, seq_lens, (shape.packs, shape.queries, rank), tile=shape.tile, window=None, query_len=query_len,
+        whole_tiles=1, at_most=shape.tile == FILLS_AN_SM,
+    )  # fmt: skip
 
 
-def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> tuple[LatentShape, dict[str, Any]]:
-    """What the kernel is compiled for, and its launch options."""
+def _shape(
+    q: Tensor, latents: Tensor, rank: int, query_len: int, num_split: int | None
+) -> tuple[LatentShape, dict[str, Any]]:
+    """What the kernel is compiled for, and its launch options. num_split: rows; None: they are left whole, and in what
+    order one is summed has to do with no other."""
     num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, q.element_size()
     refusal = LIMITS.refusal(size, block_size, q.dtype, rank)
     if refusal is not None:
@@ -248,9 +256,10 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> tuple[Laten
     queries = num_heads * query_len
     # A matrix product has at least 16 rows, and the tensor cores of a Hopper GPU take 64. Each reads all latents anew.
     rows = 64 if queries > 32 and itemsize == 2 else 32 if queries > 16 else 16
-    # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB; or three of 32, and room for two programs; in fp32
-    # one of 16.
-    tile, stages = (16, 1) if itemsize == 4 else (64, 2) if rows == 64 else (32, 3)
+    # Two tiles of 64 latents take 147 KB, beside the queries' 74 KB; with 16 queries there is room for a third, if rows
+    # are so few that all parts run at once. Else three of 32, and room for two programs; in fp32 one of 16.
+    few = rows == 16 and num_split is not None and 2 * num_split <= num_sms(q.device)
+    tile, stages = (16, 1) if itemsize == 4 else (64, 3) if few else (64, 2) if rows == 64 else (32, 3)
     shape = LatentShape(
         num_heads, query_len, 1, rank, block_size, rows, block_c, size - rank, block_r, tile, math.gcd(block_size, tile)
     )
