@@ -43,6 +43,7 @@ class AllReduceSpec(RanksSpec):
 
 
 class AllReduceExperiment(OverRanks):
+    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
     spec: AllReduceSpec
     baseline = LIBRARY
     reference = REFERENCE

@@ -88,6 +88,7 @@ class Arrival:
 
 
 class Calibrate(Experiment):
+    reads = ("engine", "hardware", "measure.gates", "measure.seed")
     spec: CalibrateSpec
     generates = True
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}

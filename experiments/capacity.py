@@ -111,6 +111,7 @@ class Plan(NamedTuple):
 
 
 class Capacity(Experiment):
+    reads = ("engine", "workload", "hardware", "measure.costs", "measure.seed")
     spec: CapacitySpec
     device = Device.cpu  # whatever is simulated
     variants: Mapping[str, str] = {VARIANT: "simulated"}

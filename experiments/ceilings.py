@@ -71,6 +71,7 @@ class CeilingsSpec(ExperimentSpec):
 
 
 class CeilingsExperiment(Probe):
+    reads = ("engine.model.device", "hardware", "measure.repeats", "measure.seed")
     spec: CeilingsSpec
 
     def __init__(self, config: DictConfig) -> None:

@@ -117,6 +117,11 @@ class DisaggregationSpec(ExperimentSpec):
 
 
 class Disaggregation(Probe):
+    reads = (
+        *("engine.attention", "engine.cache", "engine.graphs", "engine.model", "engine.numerics", "engine.scheduler"),
+        *("engine.parallel.routing", "engine.speculation", "hardware"),
+        *("measure.gates", "measure.repeats", "measure.seed"),
+    )
     spec: DisaggregationSpec
     baseline = TOGETHER
     generates = True

@@ -63,6 +63,7 @@ class ExpertExchangeSpec(RanksSpec):
 
 
 class ExpertExchangeExperiment(OverRanks):
+    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
     spec: ExpertExchangeSpec
     baseline = Dispatch.padded.value
     reference = "the layer on one rank in fp32"

@@ -71,6 +71,11 @@ class ExpertQuantizationSpec(ExperimentSpec):
 
 
 class ExpertQuantization(Probe):
+    reads = (
+        *("engine.attention", "engine.cache", "engine.model.hf_config", "engine.model.load_format"),
+        *("engine.model.max_model_len", "engine.model.path", "engine.model.seed", "engine.numerics"),
+        *("engine.scheduler", "measure.gates", "measure.repeats", "measure.seed"),
+    )
     spec: ExpertQuantizationSpec
     device = Device.cpu
     generates = True

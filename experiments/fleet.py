@@ -20,6 +20,7 @@ from experiments.lab import check
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
 from experiments.lab.measure.rounds import Probe
+from experiments.lab.measure.simulated import OF_REPLICAS
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import Device
@@ -125,6 +126,7 @@ class _Seen(NamedTuple):
 
 
 class Fleet(Probe):
+    reads = (*OF_REPLICAS, "measure.repeats", "measure.seed")
     spec: FleetSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "simulated"}

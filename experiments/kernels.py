@@ -114,6 +114,7 @@ class KernelSpec(ExperimentSpec):
 
 
 class KernelSweep(Experiment):
+    reads = ("engine.model.device", "hardware", "peers.vllm.timeout_s", "measure.aa", "measure.repeats", "measure.seed")
     spec: KernelSpec
 
     def __init__(self, config: DictConfig) -> None:

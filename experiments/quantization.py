@@ -114,6 +114,7 @@ class QuantizationSpec(ExperimentSpec):
 
 
 class Quantization(Probe):
+    reads = ("engine.model.path", "measure.repeats", "measure.seed")
     spec: QuantizationSpec
     device = Device.cpu
     metrics: Mapping[str, Metric] = METRICS

@@ -68,6 +68,10 @@ class OverheadSpec(ExperimentSpec):
 
 
 class SchedulerOverhead(Probe):
+    reads = (
+        *("engine.cache.block_size", "engine.cache.layout", "engine.cache.prefix_caching", "engine.scheduler.policy"),
+        *("engine.scheduler.batching", "engine.scheduler.chunked_prefill", "measure.repeats", "measure.seed"),
+    )
     spec: OverheadSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from experiments.lab import check, points
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
+from experiments.lab.measure.simulated import OF_REPLICAS
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import Device, EngineConfig
@@ -75,6 +76,7 @@ class SpeedSpec(ExperimentSpec):
 
 
 class SimulatorSpeed(Probe):
+    reads = (*OF_REPLICAS, "measure.repeats", "measure.seed")
     spec: SpeedSpec
     device = Device.cpu
     variants: Mapping[str, str] = {VARIANT: "mini-infer's simulator"}

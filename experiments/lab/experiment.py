@@ -60,6 +60,8 @@ class Experiment:
     """Built from a config that it checks to the last key, so that `measure` cannot fail on a setting.
 
     Attributes:
+        reads: which settings it reads, or sections of them, beside those that every experiment does
+            (typed.EVERYWHERE). Others on the command line are refused.
         spec: what the YAML may say: a subclass annotates it with a class of its own.
         settings: measure.* of the config.
         chosen: what `hardware=<name>` put into the config.
@@ -70,6 +72,7 @@ class Experiment:
         generates: whether an engine of ours answers requests here, so that a gate has to check its tokens.
     """
 
+    reads: Sequence[str] = ()
     spec: ExperimentSpec
     device: Device
     baseline: str | None = None

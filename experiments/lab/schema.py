@@ -230,7 +230,7 @@ def workload(config: DictConfig) -> Workload:
             "the workload has no type: choose one with workload=<name>; a file in conf/workload/ names its kind in "
             f"its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
         )
-    return typing.cast(Workload, _freeze(OmegaConf.to_object(node)))
+    return typing.cast(Workload, build(cls.frozen_class, node, "workload"))
 
 
 def merged(node: DictConfig, changes: Mapping[str, Any], where: str) -> DictConfig:

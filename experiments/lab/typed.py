@@ -11,18 +11,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, points, schema
+from experiments.lab import axes, points, schema, variants
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
 from experiments.lab.spec import RATE, VARIANT_KEYS
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
+PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url")
 # What a page's name says already, or where things are, and not what is measured.
-NOT_CHANGES = (
-    *("experiment", "scale", "via", "hardware", "model", "engine.model.path"),
-    *("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url"),
-)
+NOT_CHANGES = ("experiment", "scale", "via", "hardware", "model", "engine.model.path", *PLACES)
+WHOLE = ("model", "workload")  # of the one that is chosen points and variants change what they like
+INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
+EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "hydra", *PLACES)  # may be typed of any
 MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that say which model it is
 
 
@@ -44,10 +45,11 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     OmegaConf.set_struct(config, False)
     _require_scale_of_device(config, typed)
     _set_device(config, typed)
-    if config.axes.scale == axes.NO_SCALE:
-        _require_used(typed, experiment)
+    notes = _narrow(config, experiment)
     _require_not_varied(config, typed, experiment)
-    notes = [*_narrow(config, experiment), *_rename(config, typed)]
+    _require_read(config, typed, experiment)
+    notes += _rename(config, typed)
+    schema.workload(config)  # to find what it does not know
     OmegaConf.set_struct(config, True)
     return Settled(config, axes.chosen(config), default, _changed(typed), tuple(notes))
 
@@ -58,28 +60,42 @@ def _changed(typed: Sequence[Override]) -> dict[str, str]:
         key = one.key_or_group
         if key == "measure.points":
             found |= {axis: points.shown(values) for axis, values in one.value().items()}
-        elif not any(key == name or key.startswith(f"{name}.") for name in NOT_CHANGES):
+        elif not _within(key, NOT_CHANGES):
             found[key] = "deleted" if one.is_delete() else points.shown(one.value())
     return found
 
 
 def _require_known(typed: Sequence[Override]) -> None:
     """`+foo=1` would be merged, and read by nobody."""
-    roots = {f.name for f in fields(schema.RunConfig)} | {"hydra", "system"}
-    for one in typed:
-        root = _root(one)
-        if root not in roots and root not in {path.name for path in CONF.iterdir()}:
-            raise ConfigError(f"unknown setting {one.key_or_group!r}{suggest(root, sorted(roots))}")
+    settings = {f.name for f in fields(schema.RunConfig)} - INTERNAL | {"hydra"}
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
+    for key in (key for one in typed for key in _keys(one)):
+        root = key.replace("/", ".").partition(".")[0]
+        if root not in settings:
+            raise ConfigError(f"unknown setting {key!r}{suggest(root, sorted(settings | groups))}")
 
 
-def _root(one: Override) -> str:
-    return one.key_or_group.replace("/", ".").partition(".")[0]
+def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
+    asked = [(one, key) for one in typed for key in _keys(one) if not _within(key, EVERYWHERE)]
+    if not asked:
+        return
+    who = experiment
+    if config.experiment.get("_target_") == variants.ABLATION:
+        kinds = variants.kinds(config)
+        reads = (*(key for kind in kinds for key in kind.can.reads), *variants.READ)
+        who = next(iter(kinds)).label if len(kinds) == 1 else experiment
+    else:
+        reads = schema.experiment_class(config).reads
+    for one, key in asked:
+        if not _within(key, reads):
+            raise ConfigError(
+                f"{one.input_line}: {who} does not read {key}, and would measure the same: leave it out. It reads "
+                f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
+            )
 
 
-def _require_used(typed: Sequence[Override], experiment: str) -> None:
-    for one in typed:
-        if _root(one) in ("workload", "model", "system") or one.key_or_group.startswith("engine.model.path"):
-            raise ConfigError(f"{one.key_or_group}: {experiment} runs no model and serves no workload: leave it out")
+def _within(key: str, parts: Sequence[str]) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
 def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
@@ -112,7 +128,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     asked = schema.plain(config.measure).get("points") or {}
     if not asked:
         return []
-    if config.axes.scale == axes.NO_SCALE:
+    if config.experiment.get("_target_") != variants.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
     known = dict(schema.plain(config.experiment).get("points") or {})
     for axis, values in asked.items():
@@ -162,26 +178,33 @@ def _left_out(count: int, why: str) -> str:
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
     """A key that points, variants or the search set themselves: what was typed would never be measured."""
     spec = schema.plain(config.experiment)
+    for name in ("points", "search", "variants"):
+        if not isinstance(spec.get(name) or {}, Mapping):
+            raise ConfigError(f"experiment.{name} must map names to settings, got {spec[name]!r}")
+    points.grid(spec.get("points") or {})  # to find what is none
     varied = _varied(spec)
     for one in typed:
-        for key in _keys(one):
+        chooses = one.key_or_group in WHOLE and isinstance(one.value(), str)
+        for key in () if chooses else _keys(one):
             for name, who in varied.items():
-                if key == name or key.startswith(f"{name}.") or name.startswith(f"{key}."):
+                if _within(key, [name]) or _within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
 
 
 def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> who sets it, and the way out."""
     found: dict[str, str] = {}
-    for axis, values in (spec.get("points") or {}).items():
-        bundles = values.values() if isinstance(values, Mapping) else [{axis: values}]
-        names = f"[{next(iter(values))}]" if isinstance(values, Mapping) else f"[{points.shown(values)}]"
-        for key in set.intersection(*(set(bundle) for bundle in bundles)):  # where only some set it, it holds at others
-            found[key] = f"its points: experiment.points.{axis}={names} chooses what is measured"
     search = spec.get("search") or {}
     if search.get("low_per_s") is not None:
         for key in (RATE, *search.get("at", {})):
-            found.setdefault(key, "its search: experiment.search.low_per_s and high_per_s choose the range")
+            found[key] = "its search: experiment.search.low_per_s and high_per_s choose the range"
+    for axis, values in (spec.get("points") or {}).items():
+        named = values if isinstance(values, Mapping) else {points.shown(values): {axis: values}}
+        for key in {key for bundle in named.values() for key in bundle}:
+            without = [name for name, bundle in named.items() if key not in bundle]
+            way = "leaves it alone" if without else "chooses what is measured"
+            chosen = points.shown(without or [next(iter(named))])
+            found.setdefault(key, f"its points: experiment.points.{axis}=[{chosen}] {way}")
     for name, changes in (spec.get("variants") or {}).items():
         if isinstance(changes, Mapping):
             for key, value in points.flat({k: v for k, v in changes.items() if k not in VARIANT_KEYS}).items():
@@ -191,17 +214,19 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _keys(one: Override) -> list[str]:
-    """The settings under engine and workload that it changes; those of a file, where it chooses one."""
-    key = one.key_or_group
-    group = CONF / key
-    if not group.is_dir():
-        return [key] if key.startswith(("engine.", "workload.")) else []
-    path = group / f"{one.value()}.yaml"
-    if not key.startswith("engine/") or not path.is_file():
-        return []  # a model or a workload is a whole one, and points and variants change what they like of it
+    """The settings that it changes; those of a file, where it chooses one that is not about the whole config."""
+    key, value = one.key_or_group, one.value()
+    if isinstance(value, Mapping) and value:
+        return [f"{key}.{leaf}" for leaf in points.flat(value)]
+    if not (CONF / key).is_dir():
+        return [key]
+    path = CONF / key / f"{value}.yaml"
+    if not path.is_file():
+        return []
     _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
     package = package.strip() if said else key.replace("/", ".")
-    return [f"{package}.{leaf}" for leaf in points.flat(axes.plain(OmegaConf.load(path)))]
+    leaves = [leaf for leaf in points.flat(axes.plain(OmegaConf.load(path))) if leaf != "defaults"]
+    return [] if package == "_global_" else [f"{package}.{leaf}" for leaf in leaves] or [package]
 
 
 def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:

@@ -15,11 +15,31 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.runtime import preflight
 
 ABLATION = "experiments.ablation.Ablation"
+READ = (  # whatever is measured
+    *("workload", "hardware", "peers.processes", "measure.aa", "measure.points", "measure.predict", "measure.repeats"),
+    *("measure.seed", "measure.system"),
+)
 NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhost:8000, say"
+
+
+def kinds(config: DictConfig) -> set[Kind]:
+    """Of the systems that are measured. Raises ConfigError."""
+    if config.axes.via == axes.URL:
+        return {Kind.http}
+    alone, own = config.measure.system, schema.plain(config.experiment).get("variants") or {}
+    asked = own if alone is None else {alone.value: {"kind": alone.value}}
+    found = {_kind(config, name, changes or {}) for name, changes in asked.items()}
+    return found | {Kind.simulated} if config.measure.predict else found
 
 
 def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
     """The variant of that name, with these changes to the config. Raises ConfigError."""
+    kind = _kind(config, name, changes)
+    settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
+    return kind, schema.engine_config(schema.merged(config.engine, settings, f"experiment.variants.{name}"))
+
+
+def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     where = f"experiment.variants.{name}"
     if not isinstance(changes, Mapping):
         raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
@@ -28,13 +48,12 @@ def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kin
     except ValueError:
         allowed = ", ".join(k.value for k in Kind)
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
-    settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
     if config.axes.via == axes.HTTP:
         kind = SERVED.get(kind, kind)
         if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
             raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
                               "via=url peers.http.url=...")  # fmt: skip
-    return kind, schema.engine_config(schema.merged(config.engine, settings, where))
+    return kind
 
 
 def require_possible(config: DictConfig) -> None:

@@ -327,7 +327,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
         if config.experiment.get("keep_engines") and name not in OWN:
             config.engine.model.max_model_len = min(config.engine.model.max_model_len or 2048, 2048)
             _leave_out_the_gpu(config.experiment)
-    typed = [*chosen, "engine.model.device=cpu"]  # or hardware=h200 would say where; what is few was no setting
+    # Or hardware=h200 would say where; what is few was no setting.
+    typed = [*chosen, *(["engine.model.device=cpu"] if "hardware=h200" in overrides else [])]
     report = execute(config, name, typed, ROOT)
 
     (table,) = _tables(tmp_path, name)

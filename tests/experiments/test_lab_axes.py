@@ -1,8 +1,9 @@
 """Axes and what is typed: every key counts, or is refused before anything runs."""
 
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from made_up import METRICS, different
@@ -10,7 +11,7 @@ from made_up import result as demo
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
-from experiments.lab import axes, catalog, typed, variants
+from experiments.lab import axes, catalog, schema, typed, variants
 from experiments.lab.execute import execute
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.kinds import Kind
@@ -34,6 +35,32 @@ def settle(compose_config, experiment, *typed_in):
     return typed.settle(compose_config(*overrides), experiment, overrides)
 
 
+UNREAD = [
+    ("flash_decode", "workload.count=3", "workload.count"),
+    ("flash_decode", "workload=fixed", "workload"),  # a file that says its kind alone
+    ("quantization", "workload.count=3", "workload.count"),
+    ("expert_quantization", "workload.count=3", "workload.count"),
+    ("disaggregation", "workload.count=3", "workload.count"),
+    ("calibrate", "workload.count=3", "workload.count"),
+    ("flash_decode", "engine/attention=sdpa", "engine.attention.prefill"),
+    ("ceilings", "engine/attention=sdpa", "engine.attention.prefill"),
+    ("scheduler_overhead", "engine/attention=sdpa", "engine.attention.prefill"),
+    ("simulator_speed", "model=tiny_draft", "engine.model.path"),
+    ("all_reduce", "measure.seed=3", "measure.seed"),
+    ("flash_decode", "engine.cache.memory_gib=3", "engine.cache.memory_gib"),
+    ("ceilings", "engine.cache={memory_gib: 3}", "engine.cache.memory_gib"),
+    ("quantization", "engine/quantization=w8a8", "engine.model.quantization"),
+    ("quantization", "engine.scheduler.max_num_seqs=3", "engine.scheduler.max_num_seqs"),
+    ("flash_decode", "system=vllm", "measure.system"),
+    ("expert_quantization", "hardware=h200", "hardware.device"),  # it reads on a CPU
+    ("disaggregation", "engine/connector=nixl", "engine.parallel.connector"),  # its variants say which
+    ("calibrate", "measure.repeats=3", "measure.repeats"),
+    ("capacity", "peers.processes=1", "peers.processes"),
+    ("flash_decode", "+peers.vllm.args={seed: 3}", "peers.vllm.args.seed"),
+    ("disaggregation", "measure.aa=always", "measure.aa"),  # has a baseline, and no second arm
+    ("ceilings", "measure.aa=always", "measure.aa"),
+    ("quantization", "measure.aa=always", "measure.aa"),
+]
 SHADOWED = [
     ("quickstart", ["workload.concurrency=4"], r"sets workload.concurrency itself, by its points: experiment.points"),
     ("prefix_cache", ["workload.hit_rate=0.7"], r"experiment.points.workload.hit_rate=\[0,0.5,1.0\] chooses"),
@@ -44,8 +71,38 @@ SHADOWED = [
     ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its search"),
     ("quickstart", ["+foo=1"], r"unknown setting 'foo'"),
     ("quickstart", ["+experimnt.samples=1"], r"unknown setting 'experimnt.samples'; did you mean 'experiment'"),
-    ("flash_decode", ["workload.count=3"], r"flash_decode runs no model and serves no workload"),
-    ("flash_decode", ["system=vllm"], r"flash_decode runs no model and serves no workload"),
+    ("latency", ["workload.concurrency=3"], r"points: experiment.points.load=\[batch 1,.*,batch 256\] leaves it alone"),
+    (
+        "latency",
+        ["experiment.points.load=[batch 8]", "workload={prompt_tokens: 3}"],
+        r"latency sets workload.prompt_tokens itself, by its points: experiment.points.load=\[batch 8\] chooses",
+    ),
+    ("kv_memory", ["+scale.x=1"], "unknown setting 'scale.x'"),
+    ("kv_memory", ["+scale={x: 1}"], "unknown setting 'scale.x'"),
+    ("kv_memory", ["+costs.x=1"], "unknown setting 'costs.x'"),
+    ("kv_memory", ["+axes.foo=1"], "unknown setting 'axes.foo'"),
+    ("kv_memory", ["+scales.foo=1"], "unknown setting 'scales.foo'"),
+    ("kv_memory", ["+via.foo=1"], "unknown setting 'via.foo'"),
+    ("kv_memory", ["+workload.foo=1"], r"unknown setting 'workload.foo'\. Known in workload: .*, urgent_share"),
+    ("kv_memory", ["axes.model=mine"], r"unknown setting 'axes.model'\. Known: engine, .*scale, system, tracker, via"),
+    ("kv_memory", ["+experiment.points={load: {short: 3}}"], r"points\[load\] must be a list of values"),
+    ("kv_memory", ["experiment.variants=3"], r"experiment.variants must map names to settings, got 3"),
+    ("latency", ["system=vllm", "engine/attention=sdpa"], "vLLM does not read engine.attention.prefill"),
+    ("latency", ["system=vllm", "engine/overlap=never"], "vLLM does not read engine.scheduler.overlap"),
+    ("quickstart", ["system=hf", "engine/quantization=w8a8"], "generate does not read engine.model.quantization"),
+    ("kv_memory", ["via=url", "engine.cache.block_size=32"], "an OpenAI server does not read engine.cache.block_size"),
+    ("kv_memory", ["measure.costs=mine"], "mini-infer does not read measure.costs"),
+    ("kv_memory", ["system=simulated", "measure.gates=false"], "mini-infer, simulated does not read measure.gates"),
+    ("quickstart", ["peers.vllm.timeout_s=3"], "quickstart does not read peers.vllm.timeout_s"),
+    (
+        "quickstart",
+        ["+experiment.variants.other={kind: vlm}", "workload.count=3"],
+        "other.kind must be one of engine, ",
+    ),
+    *(
+        (name, [option], f"{name} does not read {key}, and would measure the same: leave it out. It reads ")
+        for name, option, key in UNREAD
+    ),
     ("flash_decode", ["experiment.points.length=[3]"], r"flash_decode has no experiment.points"),
     ("prefix_cache", ["scale=0_6b"], r"nothing of scale=0_6b via=in_process. It is measured at scale=tiny via=in_pro"),
     ("quickstart", ["via=http"], r"nothing of scale=tiny via=http. It is measured at scale=tiny via=in_process\|url"),
@@ -63,6 +120,26 @@ SHADOWED = [
 def test_what_would_have_no_effect_is_refused(compose_config, experiment, typed_in, message):
     with pytest.raises(ConfigError, match=message):
         settle(compose_config, experiment, *typed_in)
+
+
+@pytest.mark.parametrize("experiment", ["kv_memory", "flash_decode", "all_reduce", "expert_exchange"])
+def test_a_second_arm_that_is_typed_is_measured(compose_config, experiment):
+    config = settle(compose_config, experiment, "measure.aa=always", "hardware=cpu").config
+    found = schema.experiment_class(config).from_config(config)
+    assert found.aa == f"{found.baseline} again"
+    assert found.aa in found.variants
+
+
+def test_what_is_said_to_be_read_is_there():
+    said = {key for kind in Kind for key in kind.can.reads} | {*variants.READ, *typed.EVERYWHERE} - {"hydra"}
+    for file in map(OmegaConf.load, (CONF / "experiment").glob("*.yaml")):
+        if "_target_" in file.experiment:
+            said |= set(schema.experiment_class(file).reads)
+    for key in said:
+        node = schema.twin(schema.RunConfig)
+        for part in key.split("."):
+            assert part in {f.name for f in fields(node)}, key
+            node = get_type_hints(node)[part]
 
 
 def test_what_the_experiment_leaves_alone_is_taken(compose_config):

@@ -42,6 +42,7 @@ class System:
     chains: bool = True  # it takes requests that follow others, and priorities
     elsewhere: bool = False  # somebody else has started it: it has an address, and its memory is not ours
     needs_gpu: bool = False  # it is measured on a CUDA device alone
+    reads: tuple[str, ...] = ()  # settings, or sections of them, beside those that every system has
 
     @property
     def always_apart(self) -> bool:
@@ -49,16 +50,60 @@ class System:
         return self.over_http or self.client_of is not None or self.needs_gpu
 
 
+_OURS = ("engine", "measure.gates")
+_MODEL = (
+    *("engine.model.path", "engine.model.hf_config", "engine.model.load_format", "engine.model.tokenizer"),
+    *("engine.model.dtype", "engine.model.device", "engine.model.max_model_len"),
+)
+_ROOM = ("engine.cache.gpu_memory_utilization", "engine.cache.memory_gib")
+_HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
+_VLLM = (
+    *(*_MODEL, "engine.model.quantization", "engine.model.quantization_group", "engine.model.quantization_symmetric"),
+    *("engine.model.routing", *_ROOM, "engine.cache.block_size", "engine.cache.dtype", "engine.cache.layout"),
+    *("engine.cache.num_blocks", "engine.cache.prefix_caching", "engine.scheduler.batching"),
+    *("engine.scheduler.chunked_prefill", "engine.scheduler.max_num_batched_tokens", "engine.scheduler.max_num_seqs"),
+    *("engine.scheduler.policy", "engine.scheduler.preemption", "engine.parallel.tensor", "engine.speculation"),
+    "peers.vllm",
+)
 SYSTEMS = {
-    Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True),
-    Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
-    Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
-    Kind.vllm: System(
-        "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True
+    Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True, reads=_OURS),
+    Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False, reads=_HF),
+    Kind.hf_continuous: System(
+        "transformers continuous batching",
+        "experiments.lab.peers.hf_continuous",
+        chains=False,
+        reads=(
+            *(*_HF, "engine.cache.block_size", "engine.cache.num_blocks", "engine.scheduler.max_num_batched_tokens"),
+            "engine.scheduler.max_num_seqs",
+        ),
     ),
-    Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True),
-    Kind.vllm_served: System("vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True),
-    Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False),
+    Kind.vllm: System(
+        "vLLM",
+        "experiments.lab.peers.vllm",
+        profiled=True,
+        own_weights=True,
+        caches=True,
+        needs_gpu=True,
+        reads=_VLLM,
+    ),
+    Kind.served: System(
+        "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")
+    ),
+    Kind.vllm_served: System(
+        "vLLM over HTTP",
+        over_http=True,
+        own_weights=True,
+        caches=True,
+        needs_gpu=True,
+        reads=(*_VLLM, "engine.parallel.replicas", "peers.client"),
+    ),
+    Kind.served_bench: System(
+        "vllm bench serve",
+        client_of=Kind.served,
+        open_loop=False,
+        chains=False,
+        reads=("engine", "peers.served", "peers.vllm"),
+    ),
     Kind.vllm_bench: System(
         "vllm bench serve on vLLM",
         client_of=Kind.vllm_served,
@@ -66,8 +111,15 @@ SYSTEMS = {
         open_loop=False,
         chains=False,
         needs_gpu=True,
+        reads=(*_VLLM, "engine.parallel.replicas"),
     ),
-    Kind.simulated: System("mini-infer, simulated", steps=True, caches=True),
-    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True),
+    Kind.simulated: System("mini-infer, simulated", steps=True, caches=True, reads=("engine", "measure.costs")),
+    Kind.http: System(
+        "an OpenAI server",
+        over_http=True,
+        own_weights=True,
+        elsewhere=True,
+        reads=(*_MODEL, "peers.http", "peers.client"),
+    ),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server
