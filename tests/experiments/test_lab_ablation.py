@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_runs import measured, probe
 
+from experiments.lab.judge import validity
 from experiments.lab.measure import clocks, driver
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
@@ -92,6 +93,14 @@ def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
     found = measured(build(*FIXED, metrics=["steps"]))
     assert reasons(found) == {""}
     assert any(note.startswith("The host's speed changed by 20 % during 4 of 4 passes") for note in found.notes)
+
+
+def test_ends_that_were_read_late_are_told_once(build, monkeypatch):
+    shares = itertools.cycle([0.0, 0.023])
+    monkeypatch.setattr(validity, "late_readings", lambda evidence: next(shares))
+    late = [note for note in measured(build(*FIXED, metrics=["steps"])).notes if "look too short" in note]
+    assert [note[:40] for note in late] == ["In 2 of 4 passes steps look too short, s"]
+    assert late[0].endswith(": up to 2.3 % of a pass's.")
 
 
 def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch):

@@ -211,8 +211,8 @@ def _probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list
                 runner.force_token(req_index, position=start, token_id=token_ids[start])
         step = runner.launch(plan)
         runner.collect(step)
-        if step.logits is not None:
-            for req_index, row in zip(plan.req_indices, step.logits.float().cpu(), strict=True):
+        if runner.logits is not None:
+            for req_index, row in zip(plan.req_indices, runner.logits.float().cpu(), strict=True):
                 logits[req_index].append(row)
     return [torch.stack(own) for own in logits]
 

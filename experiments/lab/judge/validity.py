@@ -217,13 +217,12 @@ def faster_than_possible(e: Evidence) -> str:
     )
 
 
-def late_readings(e: Evidence) -> str:
-    """A note, no fault: steps that are too short alone, because the end of one before them was read late."""
+def late_readings(e: Evidence) -> float:
+    """No fault: the share of steps that are too short alone, because the end of one before them was read late."""
     if not e.floors_s:
-        return ""
+        return 0.0
     short = np.flatnonzero(_step_times(e) < FLOOR_SHARE * np.asarray(e.floors_s))
-    count = len(set(short.tolist()) - set(_too_fast(e)))
-    return f"{count} of {len(e.floors_s)} steps look too short, since an end before them was read late" if count else ""
+    return len(set(short.tolist()) - set(_too_fast(e))) / len(e.floors_s)
 
 
 def _ends(e: Evidence) -> np.ndarray:

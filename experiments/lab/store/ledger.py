@@ -52,6 +52,7 @@ class Ledger:
         self._terms = terms
         self.rounds: list[Round] = []
         self._host_drifts: list[float] = []  # of all passes
+        self._late_readings: list[float] = []  # of all passes, the share of steps
 
     def enter(
         self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
@@ -93,6 +94,11 @@ class Ledger:
                 f"{len(self._host_drifts)} passes; beside a GPU that counts against a pass from "
                 f"{100 * HOST_BESIDE_GPU:.0f} % on."
             )
+        if late := [share for share in self._late_readings if share]:
+            notes.append(
+                f"In {len(late)} of {len(self._late_readings)} passes steps look too short, since an end before them "
+                f"was read late: up to {100 * max(late):.2g} % of a pass's."
+            )
         return list(dict.fromkeys(notes))
 
     def tokens(self, key: Key) -> Tokens | None:
@@ -123,9 +129,9 @@ class Ledger:
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
-        for remark in (validity.few_hits(served, caches), validity.late_readings(evidence)):
-            if remark:
-                found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
+        if remark := validity.few_hits(served, caches):
+            found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
+        self._late_readings.append(validity.late_readings(evidence))
         if served.window is not None:
             found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
