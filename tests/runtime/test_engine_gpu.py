@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from integrity import check_scheduler
@@ -224,22 +225,25 @@ def test_refusals_name_the_reason() -> None:
         LLMEngine(dataclasses.replace(engine.config, model=config))
 
 
-def test_no_step_takes_memory_from_the_driver_after_the_cache_was_emptied() -> None:
-    """Prompts that arrive together, so that logits of a step lie in a hole that the next one needs, if it has none of
-    its own."""
-    shape = SHAPES["qwen2_moe"] | {"vocab_size": 151936}
-    model = {"load_format": "dummy", "hf_config": shape, "dtype": "bfloat16", "device": "cuda"}
+@pytest.mark.parametrize("shape", ["qwen2_moe", "qwen3"])
+def test_no_step_takes_memory_from_the_driver_after_the_cache_was_emptied(shape: str) -> None:
+    """Prompts that arrive together, of a vocabulary whose logits would lie in a hole that the next step needs."""
+    model = {"load_format": "dummy", "hf_config": SHAPES[shape] | {"vocab_size": 151936}}
+    model |= {"dtype": "bfloat16", "device": "cuda"}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"memory_gib": 1.0}}))
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    generator = torch.Generator().manual_seed(7)
-    for count, length in ((8, 2000), (32, 500), (100, 500), (256, 128)):
-        batch = torch.randint(0, 5003, (count, length), generator=generator).tolist()
+    rng = np.random.default_rng(7)
+    for count, shortest, longest in ((8, 2000, 2000), (32, 500, 500), (100, 500, 500), (256, 128, 128), (256, 20, 400)):
+        lengths = rng.integers(shortest, longest, count, endpoint=True)
+        batch = [rng.integers(0, 5003, length).tolist() for length in lengths]
+        each = [
+            SamplingParams(temperature=0, max_tokens=int(n) // 8, ignore_eos=True) for n in rng.permutation(lengths)
+        ]
         gc.collect()
         torch.cuda.empty_cache()
         engine.executor.reserve_memory()
         before = torch.cuda.memory_reserved()
-        engine.generate(batch, params)
-        assert torch.cuda.memory_reserved() <= before, f"{count} prompts of {length} tokens"
+        engine.generate(batch, each)
+        assert torch.cuda.memory_reserved() <= before, f"{count} prompts of {shortest} to {longest} tokens"
 
 
 # Another process: it takes a GiB when it is told to.

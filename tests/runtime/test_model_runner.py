@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,3 +83,27 @@ def test_rows_with_adapters_run_no_graph_that_has_none() -> None:
     runner._model.adapters = SimpleNamespace(active=True)
     assert runner._rows_alone(drafts) == BatchDescriptor(2, 3, adapted=True)
     assert runner._rows_with_drafts(drafts)[1] == BatchDescriptor(2, 3, adapted=True)
+
+
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_the_next_step_finds_the_memory_of_the_logits_free(overlap: str) -> None:
+    """They take more than anything else, and in another step's way they would leave a hole that fits nothing."""
+    shape = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    engine = make(overlap, model={"load_format": "dummy", "hf_config": shape, "device": "cpu"})
+    model: Any = engine.executor.runner.model
+    forward, compute_logits, given, alive = model.forward, model.compute_logits, [], []
+
+    def noted_forward(*args: Any) -> Any:
+        alive.append(sum(logits() is not None for logits in given))
+        return forward(*args)
+
+    def noted_logits(*args: Any) -> Any:
+        logits = compute_logits(*args)
+        given.append(weakref.ref(logits))
+        return logits
+
+    model.forward, model.compute_logits = noted_forward, noted_logits
+    engine.generate([[1] * 20, [2] * 9, [3] * 4], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert len(given) >= 6
+    assert not any(alive), alive

@@ -227,12 +227,6 @@ class RankedStep:
     number: int  # of the record that told the others
     launched: LaunchedStep | None = None  # None: not here yet
 
-    @property
-    def logits(self) -> Tensor | None:
-        """As LaunchedStep's, once it is collected."""
-        assert self.launched is not None, "it is collected"
-        return self.launched.logits
-
 
 class RankedPusher:
     """Every rank's Pusher, as a Sender uses one."""
@@ -288,6 +282,10 @@ class RankedRunner:
         for _ in range(count):
             step = self._late.popleft()
             step.launched = self._runner.launch(step.plan)
+
+    @property
+    def logits(self) -> Tensor | None:
+        return self._runner.logits
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         self.everywhere("force_token", req_index, position, token_id)

@@ -49,7 +49,6 @@ class LaunchedStep(NamedTuple):
     plan: StepPlan
     done: torch.cuda.Event | None  # None on a CPU, where a step is done when its launch returns
     sampled: Samples | None = None  # None where no row samples
-    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
     tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
     real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
     logprobs: Logprobs | None = None
@@ -72,6 +71,9 @@ class Runner:
             alone where they can.
         threads: what a step of so many tokens runs inside, on a CPU.
         stage: where the model has some of the layers. One before the last samples nothing.
+
+    Attributes:
+        logits: [S, vocab_size] of the step launched last; None where no row samples, or drafts do.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Runner:
         self._follows = follows
         self._threads = threads
         self._stage = stage or Stage()
+        self.logits: Tensor | None = None
         self.pusher: Pusher | None = None
         self._rows = RowStep(model, states, sampler, rate)
         self.graphs = StepGraphs(states, self._drafter.chain, self._rows.run)
@@ -111,6 +114,7 @@ class Runner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self.logits = None  # so that their memory is this step's
         self._stage.settle(plan)
         if self.pusher is not None:
             self.pusher.begin(plan.pushes)
@@ -161,12 +165,10 @@ class Runner:
             return self._launched(plan, drafting=drafted.time)
         sampled = Samples.of(plan)
         logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
-        tokens, logits = done.tokens_and_drafts, None
+        tokens = done.tokens_and_drafts
         if tokens is None:
-            tokens, logits = done.token_ids[: plan.num_rows], done.logits[: plan.num_rows]
-        return self._launched(
-            plan, tokens, real, sampled=sampled, logits=logits, logprobs=logprobs, drafting=drafted.time
-        )
+            tokens, self.logits = done.token_ids[: plan.num_rows], done.logits[: plan.num_rows]
+        return self._launched(plan, tokens, real, sampled=sampled, logprobs=logprobs, drafting=drafted.time)
 
     def _launch_any(self, plan: StepPlan, params: Sequence[IntArray]) -> LaunchedStep:
         self._states.apply(plan, params)
@@ -195,16 +197,17 @@ class Runner:
         token_ids, logprobs = self._sampler.sample(
             logits, step, sampled.req_indices, sampled.positions, history, masks, drafted.logits
         )
+        tokens = token_ids
         if step.drafts is None:
             self._states.append(step, token_ids)  # where each row goes on the host knows
+            self.logits = logits
         else:
             self._rows.settle(step, token_ids)
-        tokens = token_ids if step.drafts is None else torch.stack((token_ids, step.drafts.token_ids))
+            tokens = torch.stack((token_ids, step.drafts.token_ids))
         return self._launched(
             plan,
             tokens,
             sampled=sampled,
-            logits=logits if step.drafts is None else None,
             logprobs=logprobs,
             prompt_logprobs=of_prompts,
             drafting=drafted.time,

@@ -174,7 +174,6 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             with self._phase("largest step"):
-                in_flight = self._logits_in_flight(models[0])
                 for plan in largest:
                     for _ in self._modes():
                         runner.collect(runner.launch(plan))
@@ -185,14 +184,10 @@ class Worker:
                 "in the GPU's memory beside the weights: lower it, or choose a smaller model"
             ) from error
         taken = torch.cuda.max_memory_allocated(device) - before
-        del runner, models, model, in_flight
+        del runner, models, model
         torch.cuda.empty_cache()
         # One prompt may expand less than many do together.
         return taken + EXPANDED_BYTES * self._expands
-
-    def _logits_in_flight(self, model: TorchModel) -> torch.Tensor:
-        """Memory for those of a step that is not collected when the next one is launched."""
-        return model.new_logits(self._config.scheduler.max_num_seqs if self.overlap else 0)
 
     def _largest_steps(self, limits: Limits, block: int) -> list[StepPlan]:
         return largest_steps(self._config, limits.max_model_len, block, self._expands)
@@ -298,11 +293,9 @@ class Worker:
     # --- serving --------------------------------------------------------------------------------------------------
 
     def reserve_memory(self) -> None:
-        """Leaves in torch's allocator what the largest step takes beside one in flight, so that no step waits for the
-        driver to find it."""
+        """Leaves in torch's allocator what the largest step takes, so that no step waits for the driver to find it."""
         if self.device.type == "cuda":
             hold_small_memory(self.device)
-            _in_flight = self._logits_in_flight(self._models[0])
             padding_block = self.limits.num_blocks
             for plan in self._largest_steps(self.limits, padding_block):
                 for _ in self._modes():
