@@ -1,12 +1,17 @@
 """What a start does for its speed's sake, and what it says of where its seconds went."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from model_shapes import LATENTS, SHAPES
 
 from mini_infer import EngineConfig, LLMEngine
-from mini_infer.runtime.worker.memory import decode_steps, largest_steps
+from mini_infer.runtime.worker.memory import largest_steps, steps_of_each_size
 from mini_infer.runtime.worker.startup import Phases
 
 
@@ -51,11 +56,39 @@ def test_the_end_of_the_longest_prompt_is_tried_where_it_is_expanded(budget: int
     assert (len(admission.token_ids), admission.block_table) == (32, [0, 0, 0])
 
 
-@pytest.mark.parametrize("most", [1, 5, 8])
-def test_small_decode_steps_are_of_rows_that_the_largest_step_admits(most: int) -> None:
-    config = EngineConfig.from_dict({"scheduler": {"max_num_seqs": most, "max_num_batched_tokens": 64}})
-    (step,) = largest_steps(config, max_model_len=32, block=0)
-    plans = decode_steps(step, [1, 2, 4, 8])
-    assert [plan.num_decode_rows for plan in plans] == [size for size in (1, 2, 4, 8) if size <= most]
-    admitted = {admission.req_index for admission in step.admissions}
-    assert all(set(plan.req_indices) <= admitted and plan.num_tokens == plan.num_rows for plan in plans)
+@pytest.mark.parametrize("most", [1, 5, 8, 40])
+def test_steps_of_each_size_are_of_requests_that_the_largest_admits(most: int) -> None:
+    config = EngineConfig.from_dict({"scheduler": {"max_num_seqs": most, "max_num_batched_tokens": 200}})
+    (largest,) = largest_steps(config, max_model_len=50, block=0)
+    plans = steps_of_each_size(largest, [1, 2, 4, 8, 24], max_model_len=50)
+    decode = [plan.num_rows for plan in plans if plan.num_decode_rows == plan.num_rows == plan.num_tokens]
+    assert decode == [size for size in [*range(1, 17), 24] if size <= most]
+    prompts = [(plan.num_rows, plan.counts[0]) for plan in plans[len(decode) :]]
+    assert prompts == [(1, 32), (2, 32), (3, 42)][: {1: 1}.get(most, 3)]
+    admitted = {admission.req_index for admission in largest.admissions}
+    assert all(set(plan.req_indices) <= admitted for plan in plans)
+
+
+TRITON = {"prefill": "triton", "decode": "triton"}
+SERVED: dict[str, dict[str, Any]] = {
+    "quantized": {"model": {"hf_config": SHAPES["qwen3"], "quantization": "fp8"}, "attention": TRITON},
+    "experts": {"model": {"hf_config": SHAPES["qwen2_moe"]}, "cache": {"dtype": "fp8"}, "attention": TRITON},
+    "latents": {"model": {"hf_config": LATENTS}},
+    "batch-invariant": {"model": {"hf_config": SHAPES["qwen2"]}, "numerics": "batch_invariant"},
+}
+
+
+def test_no_kernel_is_met_that_the_start_has_not_compiled() -> None:
+    """A variant of its own for the head of three rows that sample took a serving engine 300 ms."""
+    scheduler = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "overlap": "always"}
+    settings = []
+    for special in SERVED.values():
+        model = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "kernels": "triton"} | special["model"]
+        model |= {"max_model_len": 1000, "hf_config": model["hf_config"] | {"num_hidden_layers": 2}}
+        cache = {"num_blocks": 3000} | special.get("cache", {})
+        settings.append(json.dumps({"scheduler": scheduler, **special, "model": model, "cache": cache}))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, str(Path(__file__).with_name("variants_met.py")), *settings]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert dict(zip(SERVED, json.loads(done.stdout.splitlines()[-1]), strict=True)) == {name: [] for name in SERVED}

@@ -15,6 +15,7 @@ from mini_infer.core.request import SamplingParams
 from mini_infer.modeling.model import Model
 
 CPU_KV_GIB = 0.5
+FEW_ROWS = 16  # up to which kernels are compiled for a number of rows
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
 _CONTEXT = 768 * 2**20  # what a process has on a GPU beside its tensors: the driver's context, libraries, kernels
@@ -85,10 +86,17 @@ def largest_steps(config: EngineConfig, max_model_len: int, block: int, expands:
     return steps
 
 
-def decode_steps(largest: StepPlan, sizes: Iterable[int]) -> list[StepPlan]:
-    """Steps of so many decode rows, for the sake of the kernels that are chosen by the number of rows. `largest` has
-    admitted them."""
-    return [StepPlan.alike(size, 1, 1, decode=True) for size in sizes if size <= largest.num_rows]
+def steps_of_each_size(largest: StepPlan, rows: Iterable[int], max_model_len: int) -> list[StepPlan]:
+    """Steps of so many decode rows, and of few, and of prompts that are twice as long each time. Together they call all
+    variants of the kernels that are chosen by the number of tokens. `largest` has admitted their requests."""
+    decode = sorted({*rows, *range(1, FEW_ROWS + 1)})
+    plans = [StepPlan.alike(size, 1, 1, decode=True) for size in decode if size <= largest.num_rows]
+    tokens = FEW_ROWS
+    while (tokens := 2 * tokens) < largest.num_tokens:
+        prompts = -(-tokens // (max_model_len - 1))
+        if prompts <= largest.num_rows:
+            plans.append(StepPlan.alike(prompts, 0, tokens // prompts, decode=False))
+    return plans
 
 
 def hold_small_memory(device: torch.device) -> None:

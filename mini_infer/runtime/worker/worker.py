@@ -41,10 +41,10 @@ from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
-    decode_steps,
     hold_small_memory,
     kv_memory,
     largest_steps,
+    steps_of_each_size,
 )
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
@@ -164,7 +164,8 @@ class Worker:
         try:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
-                for plan in [*largest, *decode_steps(largest[0], batch_ladder(scheduler.max_num_seqs))]:
+                sizes = batch_ladder(scheduler.max_num_seqs)
+                for plan in [*largest, *steps_of_each_size(largest[0], sizes, limits.max_model_len)]:
                     for _ in self._modes():
                         runner.collect(runner.launch(plan))
                 # Last come backends that compile by other means, for which the caller waits.
