@@ -154,6 +154,9 @@ PLANTED = {
         (evidence(drift=clocks.Drift(0.08)), "the host's speed changed by 8 % during the pass (5 % are allowed)")
     ],
     "memory_grew": [(evidence(memory_growth=3 * 2**20), "3 MiB of GPU memory were taken inside the timed part")],
+    "compiled_inside": [
+        (evidence(compiled=("dot", "dot", "sum")), "3 kernels were compiled inside the timed part: dot, sum")
+    ],
 }
 
 

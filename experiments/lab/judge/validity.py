@@ -147,6 +147,11 @@ def memory_grew(e: Evidence) -> str:
     return f"{grown / 2**20:.0f} MiB of GPU memory were taken inside the timed part" if grown else ""
 
 
+def compiled_inside(e: Evidence) -> str:
+    names = ", ".join(dict.fromkeys(e.served.compiled))
+    return f"{len(e.served.compiled)} kernels were compiled inside the timed part: {names}" if names else ""
+
+
 def few_hits(served: Served, prefix_caching: bool) -> str:
     """A note, no fault: requests that came at once, or a pool too small, leave fewer prefixes to be found."""
     intended = sum(r.shared_tokens for r in served.requests)
@@ -273,6 +278,7 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     client_was_busy,
     clocks_drifted,
     memory_grew,
+    compiled_inside,
     timed_from_outside,
     edges,
     tokens_between_steps,

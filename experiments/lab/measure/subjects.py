@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,15 +41,18 @@ class EngineSubject:
         self._step_costs = _measured_costs(self.engine)
         self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
+        self._compiled = compiled_kernels() if resolve_device(config.model).type == "cuda" else []
         self.tell: Callable[[int, int], None] = lambda ended, total: None
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._memory.start()
+        known = len(self._compiled)
         served = drive(self.engine, items, concurrency, tell=self.tell)
         return replace(
             served,
             peak_memory=self._memory.peak(served.records),
             memory_growth=self._memory.growth(),
+            compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
         )
 
@@ -101,6 +105,21 @@ class MemoryWatch:
     def growth(self) -> int:
         """Bytes that torch's allocator took from the GPU since `start`."""
         return max(0, int(torch.cuda.memory_reserved()) - self._reserved) if self._on_gpu else 0
+
+
+@functools.cache
+def compiled_kernels() -> list[str]:
+    """Names of the kernels that Triton compiles from now on in this process, to which others are added as they come."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def heard(*, metadata: dict[str, Any], cache_hit: bool, **others: Any) -> None:
+        if not cache_hit:
+            names.append(metadata["name"])
+
+    knobs.compilation.listener = heard
+    return names
 
 
 def _measured_costs(engine: LLMEngine) -> StepCosts | None:

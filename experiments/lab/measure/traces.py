@@ -95,6 +95,7 @@ class Served:
     # Bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
     peak_memory: int | None = None
     memory_growth: int = 0  # bytes of device memory that the pass itself reserved anew
+    compiled: tuple[str, ...] = ()  # kernels that Triton compiled in this process meanwhile
     host: HostUse | None = None  # of a pass over HTTP
     # What the engine measured of its steps when it started; None where it drafts nothing.
     step_costs: StepCosts | None = None
