@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -213,20 +214,23 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _keys(one: Override) -> list[str]:
+def _keys(one: Override) -> Sequence[str]:
     """The settings that it changes; those of a file, where it chooses one that is not about the whole config."""
     key, value = one.key_or_group, one.value()
     if isinstance(value, Mapping) and value:
         return [f"{key}.{leaf}" for leaf in points.flat(value)]
-    if not (CONF / key).is_dir():
-        return [key]
-    path = CONF / key / f"{value}.yaml"
+    return _keys_of_file(key, str(value)) if (CONF / key).is_dir() else [key]
+
+
+@cache
+def _keys_of_file(group: str, name: str) -> Sequence[str]:
+    path = CONF / group / f"{name}.yaml"
     if not path.is_file():
-        return []
+        return ()
     _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
-    package = package.strip() if said else key.replace("/", ".")
+    package = package.strip() if said else group.replace("/", ".")
     leaves = [leaf for leaf in points.flat(axes.plain(OmegaConf.load(path))) if leaf != "defaults"]
-    return [] if package == "_global_" else [f"{package}.{leaf}" for leaf in leaves] or [package]
+    return () if package == "_global_" else tuple(f"{package}.{leaf}" for leaf in leaves) or (package,)
 
 
 def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
