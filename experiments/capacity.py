@@ -137,7 +137,8 @@ class Capacity(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         vocabulary = ModelVocabulary(self._engine({}, 1).model)
-        self._items = self._workload.make(vocabulary, self.settings.seed).measured
+        inputs = self._workload.make(vocabulary, self.settings.seed)
+        self._items = inputs.measured
         self._sources: dict[str, None] = {}
         steps.plan(1 + sum(map(len, self.spec.settings.values())))
         best = self._search(lambda plan: True, steps)
@@ -157,8 +158,12 @@ class Capacity(Experiment):
         notes = [note for note in (*notes, self._assumed(plans), *self._refused(), *self._sources) if note]
         print("\n".join(notes), file=sys.stderr)
         # The best one last: it is what the page's first sentence is about.
-        return Findings(rows, notes=notes, points=[plan.point for plan in reversed(plans)], procedure="nothing is "
-                        "measured: all of it is simulated")  # fmt: skip
+        return Findings(
+            rows,
+            notes=notes,
+            points=[plan.point for plan in reversed(plans)],
+            workload=self._workload.describe(inputs),
+        )
 
     # --- the search -----------------------------------------------------------------------------------------------
 

@@ -326,6 +326,7 @@ def test_the_command_of_a_plan_starts_a_server(compose_config) -> None:
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     found = plan(compose_config)
     best = found.points[-1]
+    assert (found.workload["kind"], found.workload["arrivals"]) == ("shared_prefix", "poisson")
     (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
     assert share >= 0.9
     count = best.values["engine.parallel.replicas"]
