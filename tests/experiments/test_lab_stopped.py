@@ -239,7 +239,7 @@ def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(run_py, monk
 def test_a_time_limit_keeps_what_was_measured(run_py, monkeypatch, tmp_path):
     """`timeout` and batch systems send SIGTERM."""
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
-    slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
+    slow = ["model=dry", "engine.model.dry.step_ms=10", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
     few = ["engine.model.device=cpu", "workload.prompt_tokens=8", "workload.output_tokens=9"]
     shown, limits = Steps.next, iter([signal.SIGTERM])
 
