@@ -273,3 +273,18 @@ def test_memory_given_in_gib_counts_with_the_weights(monkeypatch):
     tiny = EngineConfig.from_dict({"model": {"device": "cpu"}, "cache": {"memory_gib": 2.0}})
     weights = pool.gpu_memory(tiny) - (2.0 + pool.BESIDE_GIB) * 2**30
     assert weights == pytest.approx(4 * 6.43e6, rel=0.01)
+
+
+PEERS = [path for path in sorted((ROOT / "experiments/lab").rglob("*.py")) if "\ndef open_peer(" in path.read_text()]
+
+
+def test_a_peers_modules_need_no_hydra():
+    """Their process may have only the packages that the peer brings."""
+    assert len(PEERS) >= 4
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PEERS]
+    blocked = "import sys\nfor name in ('hydra', 'omegaconf'): sys.modules[name] = None\n"
+    for name in ["experiments.lab.peers.worker", *names]:
+        blocked += f"import {name}\n"
+    for name in ("attention", "fused", "latent", "moe"):
+        blocked += f"import experiments.lab.kernels.{name}\n"
+    subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, check=True)

@@ -16,7 +16,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.axes import CONF
 from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -25,6 +24,7 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[3]
 LAST_LINES = 40  # of its log, in an error
 GONE_S = 10.0  # after a kill, the processes it had started have so long to leave the GPU
 
@@ -54,7 +54,7 @@ class PeerProcess:
         path = os.environ.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(CONF.parent), *([path] if path else [])]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
         self._pipe, theirs = Pipe()
