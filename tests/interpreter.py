@@ -1,4 +1,5 @@
-"""Triton's interpreter without the work that it does again at every operation; what it computes is the same."""
+"""Triton's interpreter without the work that it does again at every operation, and with products that are the same to the
+bit in tiles of any size and on any CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from triton.runtime import interpreter
 def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
     """Makes kernels take less than half of their time. Undone by the scope's `restore` and by `patch`."""
     _prepare_operators(patch)
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
 
     # Its own functions come into triton.language once, and not whenever a device function is called.
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
@@ -170,6 +172,18 @@ def _prepare_operators(patch: pytest.MonkeyPatch) -> None:
         return check(self, one, other, *rest, **more)
 
     patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", check_fast)
+
+
+def _dot_in_order(self: Any, a: Any, b: Any, acc: Any, *_precision: Any) -> Any:
+    """acc + a b, every element one sum over k from the first product to the last. The interpreter's own goes through
+    numpy's BLAS, whose order depends on the shape and on the CPU; einsum multiplies and adds by itself, along rows of b."""
+    factors, dtype = [], acc.data.dtype
+    for factor in (a, b):
+        data = factor.data
+        if factor.dtype.is_fp8():
+            data = interpreter._convert_float(data, factor.dtype, language.float16, None).view(np.float16)
+        factors.append(np.ascontiguousarray(data, dtype))
+    return interpreter.TensorHandle(np.einsum("...mk,...kn->...mn", *factors) + acc.data, acc.dtype.scalar)
 
 
 def _once_a_name(function: Callable[..., Any]) -> Callable[..., Any]:

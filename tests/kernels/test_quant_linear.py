@@ -172,6 +172,9 @@ def test_what_does_not_go_together_is_named(form, activations, in_size, message)
 @pytest.mark.parametrize("form", [WeightFormat(Number.int8), WeightFormat(Number.int4, 64)], ids=str)
 @pytest.mark.parametrize("tile", [Tile(16, 64, 128, 4, 2), Tile(16, 64, 128, 4, 2, splits=3)])
 def test_a_tile_of_ones_own(tile, form, device):
-    x, weight = torch.randn(3, 896, device=device), made(form, 24, 896, device)
+    x, weight = torch.randn(3, 896, generator=torch.Generator().manual_seed(1)).to(device), made(form, 24, 896, device)
     assert tile != tile_for(3, form.number, 24, 896)
-    torch.testing.assert_close(quantized_linear(x, weight, tile=tile), quantized_linear(x, weight))
+    expected = quantized_linear_reference(x.double(), weight).float()
+    out = quantized_linear(x, weight, tile=tile)
+    # Near 0 a sum is off by a part of what was added up, which is of the size sqrt(896).
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6 * math.sqrt(896))
