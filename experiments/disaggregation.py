@@ -10,7 +10,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -33,8 +33,11 @@ from experiments.lab.workloads.base import gamma_times
 from mini_infer import SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed
+from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.engines import ways_to_make
+from mini_infer.serving.processes.gpus import engines_asked
+from mini_infer.serving.processes.launch import EngineProcess
 
 TOGETHER, APART, STREAM, AUTO = "together", "apart", "stream", "auto"
 ALWAYS = HandOver.always
@@ -143,10 +146,12 @@ class Disaggregation(Probe):
         self.timed = [(variant, point) for variant, own in of.items() for point in own]
 
     def measure(self, steps: Steps) -> Findings:
-        with _Engines(self.spec.keep_engines) as self._engines:
-            if self.spec.keep_engines:
-                self._engines.start([_config(self.engine, variant) for variant in ROLES])
+        keep = self.spec.keep_engines
+        with _Engines(keep) as self._engines:  # those of the gates end before others take their memory
             gates = self._gates() if self.settings.gates else []
+        with _Engines(keep) as self._engines:
+            if keep:
+                self._engines.start([_config(self.engine, variant) for variant in ROLES])
             self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
             found = super().measure(steps)
             return replace(found, gates=gates, requests=[row for rows in self._requests.values() for row in rows])
@@ -156,15 +161,15 @@ class Disaggregation(Probe):
         engines.use(_config(self.engine, variant))
         if "mix" in point.values:
             return engines.run(self._load(engines.asked, variant, point))
-        return engines.run(self._alone(engines.asked, point.values["prompt_tokens"]))
+        return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
 
     def problem(self) -> str:
-        return validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
+        return self._unmoved or validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
 
-    async def _alone(self, engine: AsyncEngine, length: int) -> dict[str, float | None]:
+    async def _alone(self, engine: AsyncEngine, variant: str, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
         answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
-        self._served = _served(answers)
+        self._served, self._unmoved = _served(answers), _unmoved(variant, answers)
         ttft = stats.median([_ttft(answer) for answer in answers])
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
         if not split:
@@ -193,7 +198,9 @@ class Disaggregation(Probe):
         asked = [
             _ask(engine, prompt, mix.output_tokens, start + due) for prompt, due in zip(prompts, dues, strict=True)
         ]
-        self._served = served = _served(await asyncio.gather(*asked))
+        answers = await asyncio.gather(*asked)
+        self._served = served = _served(answers)
+        self._unmoved = _unmoved(variant, answers)
         self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
         for task in streams:
             task.cancel()
@@ -229,12 +236,18 @@ class Disaggregation(Probe):
         if config.model.device is not Device.cpu:
             config = replace(config, numerics=Numerics.batch_invariant)
         lengths = [2 + (17 * i) % max(self.spec.prompt_tokens) for i in range(1, 1 + GATE_REQUESTS)]
+        configs = {variant: _config(config, variant) for variant in (TOGETHER, APART, STREAM)}
+        if self.spec.keep_engines:
+            self._engines.start([*configs.values()])
         found: dict[str, list[list[int]]] = {}
         prompts: list[list[int]] = []
-        for variant in (STREAM, APART, TOGETHER):  # which is the first that is timed
-            self._engines.use(_config(config, variant))
+        for variant, of_variant in configs.items():
+            self._engines.use(of_variant)
             prompts = prompts or [self._prompt(length) for length in lengths]
-            found[variant] = self._engines.run(_tokens(self._engines.asked, prompts))
+            answers = self._engines.run(_drawn(self._engines.asked, prompts))
+            if reason := _unmoved(variant, answers):
+                raise EngineDead(f"{ROLES[variant][0]}: {reason}")
+            found[variant] = [list(answer.token_ids) for answer in answers]
         against = "one engine's"
         return [compare(variant, "", found[TOGETHER], found[variant], against) for variant in (APART, STREAM)]
 
@@ -274,13 +287,19 @@ def _served(answers: Sequence[RequestTrace]) -> Served:
     return Served(tuple(named), start, max(answer.token_times[-1] for answer in answers))
 
 
-async def _tokens(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Half of them drawn at random, all at once."""
+async def _drawn(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[RequestTrace]:
+    """Half of the answers drawn at random, all at once."""
     asked = [
         _ask(engine, prompt, GATE_TOKENS, temperature=float(index % 2), seed=index)
         for index, prompt in enumerate(prompts)
     ]
-    return [list(answer.token_ids) for answer in await asyncio.gather(*asked)]
+    return await asyncio.gather(*asked)
+
+
+def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:
+    """Why answers of engines with roles do not count: whose prompts were all computed where they are decoded."""
+    apart = variant in (APART, STREAM) and not any("transfer" in answer.spans for answer in answers)
+    return "no prompt was computed by the engine for prompts" if apart else ""
 
 
 def _ttft(answer: RequestTrace) -> float:
@@ -333,15 +352,34 @@ class _Engines:
         begun = []
         for config in configs:
             folder = self._open.enter_context(tempfile.TemporaryDirectory())
-            paths = []
-            makes: Sequence[Callable[[str], Any]] = ways_to_make(config, max_queued=2**20)
-            for number, make in enumerate(makes):
-                paths.append(os.path.join(folder, f"engine-{number}"))
-                self._open.callback(make(paths[-1]).stop)
-            begun.append((config, paths))
-        for config, paths in begun:
-            engine = self.run(AsyncEngine.connect(*paths, parallel=config.parallel, startup_timeout=STARTUP_S))
+            processes: list[EngineProcess] = []
+            for number, make in enumerate(ways_to_make(config, max_queued=2**20)):
+                processes.append(make(os.path.join(folder, f"engine-{number}")))
+                self._open.callback(processes[-1].stop)
+            begun.append((config, processes))
+        for config, processes in begun:
+            engine = self.run(self._serving(config, processes))
             self._open.callback(lambda engine=engine: self.run(engine.close()))
-            while any(replica.failure is not None for replica in engine.replicas):
-                self.run(asyncio.sleep(0.1))
             self._there.append((config, engine))
+
+    async def _serving(self, config: EngineConfig, processes: Sequence[EngineProcess]) -> AsyncEngine:
+        """When all of them do. Raises EngineDead where one ends instead."""
+
+        async def watch() -> None:
+            while all(process.ending() is None for process in processes):
+                await asyncio.sleep(0.1)
+            endings = [process.ending() for process in processes]
+            raise EngineDead(f"an engine of {engines_asked(config)} {next(filter(None, endings))} before it served")
+
+        async def connect() -> AsyncEngine:
+            paths = [process.socket_path for process in processes]
+            engine = await AsyncEngine.connect(*paths, parallel=config.parallel, startup_timeout=STARTUP_S)
+            while any(replica.failure is not None for replica in engine.replicas):
+                await asyncio.sleep(0.1)
+            return engine
+
+        watching, connecting = asyncio.ensure_future(watch()), asyncio.ensure_future(connect())
+        await asyncio.wait({watching, connecting}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, connecting):
+            task.cancel()
+        return connecting.result() if connecting.done() else watching.result()

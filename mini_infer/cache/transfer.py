@@ -42,10 +42,11 @@ class AtOnce:
 
 
 class SideStream(AtOnce):
-    """A CUDA stream; nobody waits for it. The caller's stream may go on at once."""
+    """A CUDA stream; nobody waits for it. The caller's stream may go on at once. An urgent one's kernels get the next
+    free multiprocessors, before what the caller's has launched."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, urgent: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
     def uses(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream)

@@ -13,7 +13,7 @@ _TILE_BYTES = 16384
 _PROGRAMS = 32  # of a copy at once: half a MiB under way
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_tiles"])  # no compilation in the middle of a load
 def _push_kernel(
     source_ptr,
     target_ptr,

@@ -51,7 +51,7 @@ class Pusher:
     def __init__(self, holding: Holding) -> None:
         self._holding, self._device = holding, holding.store.device
         self._on_gpu = self._device.type == "cuda"
-        self._stream = SideStream(self._device) if self._on_gpu else AtOnce()
+        self._stream = SideStream(self._device, urgent=True) if self._on_gpu else AtOnce()
         self._ends: dict[int, MemoryTarget | NixlLink | Link] = {}  # by the number of a link
         self._open: dict[int, _Open] = {}
         self._step: list[tuple[_Open, Tensor, Tensor, Sequence[tuple[int, int]]]] = []

@@ -2,7 +2,7 @@
 
     the variant's settings   serve all requests at once, through the real scheduler       tokens, log-probabilities
     a plain engine           serves them one by one: no prefix cache, no chunks,           equal to the last one
-                             no overlap, no graphs, no drafts
+                             no overlap, no graphs, no drafts, in one process
 
 Half of the requests are greedy, half are drawn at random by their own seeds and truncated; no token may be one that the
 request's own parameters exclude. On a GPU both engines compute in batch-invariant numerics, where equal means equal to
@@ -40,6 +40,7 @@ from mini_infer.core.config import (
     MLAForm,
     ModelConfig,
     Numerics,
+    ParallelConfig,
     SchedulerConfig,
     When,
 )
@@ -138,7 +139,7 @@ class ExactGate:
 
 
 def plain(config: EngineConfig) -> EngineConfig:
-    """The same model and numbers with every mechanism off, and all experts in one process."""
+    """The same model and numbers with every mechanism off, in one process."""
     longest = config.model.max_model_len or logit_gate.LENGTH
     return replace(
         config,
@@ -148,7 +149,7 @@ def plain(config: EngineConfig) -> EngineConfig:
         ),
         graphs=GraphsConfig(capture=When.never),
         speculation=SpeculationConfig(),
-        parallel=replace(config.parallel, expert=1),
+        parallel=ParallelConfig(),
     )
 
 

@@ -15,6 +15,7 @@ from mini_infer.serving.settings import ModelSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Count: TypeAlias = Callable[[Mapping[str, str]], int]  # how many GPUs a process with an environment sees
+_COUNTED = dict[str | None, int]()  # by what CUDA_VISIBLE_DEVICES says
 
 
 def placed(
@@ -135,9 +136,12 @@ def needs_no_gpu(config: EngineConfig) -> bool:
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """Asked of torch in a process of its own: here it would keep some 300 MB for good."""
+    """Asked of torch in a process of its own, which takes seconds, and so once: here it would keep some 300 MB."""
     if not sees_gpu():
         return 0
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else 0
+    visible = environment.get(VISIBLE)
+    if visible not in _COUNTED:
+        command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+        done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
+        _COUNTED[visible] = int(done.stdout) if done.returncode == 0 else 0
+    return _COUNTED[visible]
