@@ -136,6 +136,17 @@ class StepPlan(NamedTuple):
     def num_rows(self) -> int:
         return len(self.req_indices)
 
+    def as_decode_rows(self) -> StepPlan | None:
+        """The step as one of decode rows alone, where it can be computed so: a prompt whose last token is all that is
+        missing, since its beginning was found in a cache or came from another engine, is a row like any. Else None."""
+        n = self.num_decode_rows
+        if n == self.num_rows:
+            return self
+        more = self.has_drafts or self.keeps_up or self.prompt_logprobs or self.pushes
+        if more or not all(self.samples[n:]) or any(count > 1 for count in self.counts[n:]):
+            return None
+        return self._replace(num_decode_rows=self.num_rows)
+
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)

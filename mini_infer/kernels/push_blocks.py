@@ -1,4 +1,5 @@
-"""KV blocks into another GPU's memory, which a kernel writes to by its address, over NVLink where there is any.
+"""KV blocks into another GPU's memory, which a kernel writes to by its address, over NVLink where there is any: blocks
+that lie apart, or parts of them. Runs of whole blocks are left to copy engines (transfer/memory.py).
 
 A few programs keep the link busy, and leave the other multiprocessors to the step that runs beside the copy.
 """

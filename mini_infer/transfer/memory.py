@@ -14,10 +14,12 @@ from torch import Tensor
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import Connector, ParallelConfig
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
-from mini_infer.parallel.peer_memory import reachable_memory
+from mini_infer.parallel.peer_memory import copy_planes, reachable_memory
 from mini_infer.transfer.blocks import Target, tensor_at
 from mini_infer.transfer.nixl import Agent, Reachable
 from mini_infer.transfer.shares import Holding, Share
+
+MOST_RUNS = 4  # of neighbouring blocks, each a copy engine's copy: they take no multiprocessor, but the host some time
 
 
 class Shared(NamedTuple):
@@ -113,16 +115,42 @@ class MemoryTarget(Target):
 
         self._parts = holding.parts([shared.share for shared in memories], open_store)
         self._push = _push_on_cpu
-        if holding.store.device.type == "cuda":
+        self._on_gpu = holding.store.device.type == "cuda"
+        if self._on_gpu:
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton
 
             self._push = push_blocks
+        self._pairs: Sequence[tuple[int, int]] = ()  # of the step
+        self._runs: list[tuple[int, int, int]] = []
 
     def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
+        if pairs is not self._pairs:
+            self._pairs, self._runs = pairs, runs(pairs) if self._on_gpu else []
         parts = self._parts.get(layer, ())
         for _, own, theirs in parts:
-            self._push(own, theirs, here, there)
+            if self._on_gpu and len(self._runs) <= MOST_RUNS and whole_blocks(own) and whole_blocks(theirs):
+                for source, target, count in self._runs:
+                    copy_planes(theirs[:, target : target + count], own[:, source : source + count])
+            else:
+                self._push(own, theirs, here, there)
         return len(pairs) * sum(own[:, 0].nbytes for _, own, _ in parts)
+
+
+def runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """The same pairs of blocks, as runs of neighbours on both sides: the first of each side, and how many."""
+    found: list[tuple[int, int, int]] = []
+    for here, there in sorted(pairs):
+        if found and (here, there) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
+            found[-1] = *found[-1][:2], found[-1][2] + 1
+        else:
+            found.append((here, there, 1))
+    return found
+
+
+def whole_blocks(words: Tensor) -> bool:
+    """Whether blocks next to each other lie without a gap, and planes no further apart than a copy engine can step."""
+    block = words[0, 0]
+    return block.is_contiguous() and words.stride(1) == block.numel() and words.stride(0) * words.itemsize < 2**31
 
 
 def _push_on_cpu(source: Tensor, target: Tensor, here: Tensor, there: Tensor) -> None:

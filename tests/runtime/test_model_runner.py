@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.plan import StepPlan, Transfer
+from mini_infer.core.plan import PromptLogprobs, Push, StepPlan, Transfer
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor
 from mini_infer.runtime.worker import model_runner
 
@@ -107,3 +107,45 @@ def test_the_next_step_finds_the_memory_of_the_logits_free(overlap: str) -> None
     engine.generate([[1] * 20, [2] * 9, [3] * 4], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert len(given) >= 6
     assert not any(alive), alive
+
+
+def test_a_prompt_that_was_found_but_for_its_last_token_is_a_row_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no step of another kind, for which all others would wait, and what it gets is the same."""
+    shape = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    engine = make(model={"load_format": "dummy", "hf_config": shape, "device": "cpu"}, cache={"prefix_caching": True})
+    runner: Any = engine.executor.runner
+    prompts = [[1 + i % 60 for i in range(first, first + 16)] + [7] for first in (0, 20, 40)]
+    params = [
+        SamplingParams(temperature=temperature, seed=1, max_tokens=5, ignore_eos=True, logprobs=3)
+        for temperature in (0.0, 1.0, 0.7)
+    ]
+    apart = [engine.generate([prompt], one)[0].outputs[0] for prompt, one in zip(prompts, params, strict=True)]
+    ran, run = list[tuple[int, int]](), runner.graphs.run
+    monkeypatch.setattr(runner.graphs, "fit", lambda rows, length, adapted: BatchDescriptor(rows + 1, length, adapted))
+    monkeypatch.setattr(runner.graphs, "run", lambda d, *drafts: ran.append(d[:2]) or run(d, *drafts))
+    since = len(engine.records)
+    found = [output.outputs[0] for output in engine.generate(prompts, params)]
+    assert [each.token_ids for each in found] == [each.token_ids for each in apart]
+    for one, other in zip(found, apart, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert [entry.logprob for entry in one.logprobs] == pytest.approx([entry.logprob for entry in other.logprobs])
+    assert sum(record.prefix_hit_tokens for record in list(engine.records)[since:]) == 3 * 16
+    assert len(ran) == len(engine.records) - since, "every step was one of rows alone"
+
+
+def test_when_a_step_with_prompts_is_one_of_rows_alone() -> None:
+    one_left = StepPlan(0, [0, 1], [5, 16], [1, 1], [True, True], num_decode_rows=1)
+    assert one_left.as_decode_rows() == one_left._replace(num_decode_rows=2)
+    running = StepPlan.alike(2, 4, 3, decode=True)
+    assert running.as_decode_rows() is running
+    others = [
+        one_left._replace(counts=[1, 2]),
+        one_left._replace(samples=[True, False]),  # the first token of a longer prompt
+        one_left._replace(counts=[2, 1], num_drafts=1),
+        one_left._replace(keeps_up=True),  # a draft model wants the prompt
+        one_left._replace(pushes=[Push(1, [(0, 0)])]),  # layer by layer to another engine
+        one_left._replace(prompt_logprobs=[PromptLogprobs(1, 1, 0)]),
+    ]
+    assert [plan.as_decode_rows() for plan in others] == [None] * len(others)

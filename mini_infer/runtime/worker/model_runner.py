@@ -133,15 +133,17 @@ class Runner:
             self._model.hot_experts.before_step()
         if self._model.adapters is not None:
             self._model.adapters.begin(plan)
-        descriptor = self._rows_alone(plan)
-        launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
+        rows = plan.as_decode_rows()
+        descriptor = None if rows is None else self._rows_alone(rows)
+        if rows is None or descriptor is None:
+            launch = self._launch_any(plan, params)
+        else:
+            launch = self._launch_rows(rows, params, descriptor)
         self._drafter.book(plan)
         return launch
 
     def _rows_alone(self, plan: StepPlan) -> BatchDescriptor | None:
-        """How the plan's rows are computed where they are computed by themselves; None where they go the way of any."""
-        if plan.num_decode_rows < plan.num_rows:
-            return None
+        """How decode rows alone are computed by themselves; None where they go the way of any."""
         num_rows, query_len = plan.num_rows, plan.counts[-1]  # rows with more drafts come later
         descriptor = self.graphs.fit(num_rows, query_len, self._adapted)
         if descriptor is None and (plan.following or (plan.num_drafts and self._follows)):
