@@ -21,7 +21,8 @@ from mini_infer.core.errors import ConfigError
 
 PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url")
 # What a page's name says already, or where things are, and not what is measured.
-NOT_CHANGES = ("experiment", "scale", "via", "hardware", "model", "engine.model.path", *PLACES)
+NOT_CHANGES = ("scale", "via", "hardware", "model", "engine.model.path", *PLACES)
+SHOWN = ("points", "variants", "claims", "metrics", "gate_at", "again_at")  # of the experiment: the page has them
 WHOLE = ("model", "workload")  # of the one that is chosen points and variants change what they like
 INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
 EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "hydra", *PLACES)  # may be typed of any
@@ -61,7 +62,7 @@ def _changed(typed: Sequence[Override]) -> dict[str, str]:
         key = one.key_or_group
         if key == "measure.points":
             found |= {axis: points.shown(values) for axis, values in one.value().items()}
-        elif not _within(key, NOT_CHANGES):
+        elif key != "experiment" and not _within(key, (*NOT_CHANGES, *(f"experiment.{name}" for name in SHOWN))):
             found[key] = "deleted" if one.is_delete() else points.shown(one.value())
     return found
 

@@ -150,6 +150,11 @@ def test_what_the_experiment_leaves_alone_is_taken(compose_config):
     assert store.run_name(settled.changed) == "engine_batching=static,suffix_tokens=64"
 
 
+def test_a_run_is_named_by_the_settings_of_its_experiment_too(compose_config):
+    settled = settle(compose_config, "disaggregation", "experiment.count=6", "experiment.prompts=2")
+    assert settled.changed == {"experiment.count": "6", "experiment.prompts": "2"}
+
+
 def test_narrowed_points_are_measured_alone_and_claims_about_others_go(compose_config):
     whole = Ablation.from_config(settle(compose_config, "prefix_cache").config)
     settled = settle(compose_config, "prefix_cache", "experiment.points.workload.hit_rate=[0,0.25]")
@@ -397,6 +402,11 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
     assert len(found[1].rows) == 4 * len(default.rows)
     assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
     assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_runs_that_differ_in_what_is_no_key_are_no_sweep():
+    alike = [replace(swept(8), info=replace(swept(8).info, run=name)) for name in ("one", "other")]
+    assert [r.info.run for r in sweeps.joined(alike)] == ["one", "other"]
 
 
 def test_a_sweep_is_as_doubtful_as_its_runs(tmp_path):

@@ -170,6 +170,7 @@ def test_an_error_in_one_process_keeps_the_others(config, monkeypatch):
         "incomplete: process 2 of 3: MiniInferError: planted; nothing of it is kept; 2 of 3 processes are complete"
     )
     assert str(found.error) == "planted"
+    assert [process.index for process in found.processes] == [0, 2], "no row is of the other one"
 
 
 def test_an_interrupt_ends_the_run_and_keeps_what_was_finished(config, monkeypatch):

@@ -252,7 +252,7 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         experts=_first(f.experts for f in found),
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
         points=_points(found),
-        processes=[about for f in found for about in f.processes],
+        processes=[about for f in found if f.rows for about in f.processes],
     )
 
 

@@ -24,9 +24,10 @@ def joined(results: Sequence[Result]) -> list[Result]:
         first = left[0]
         alike = {key: _alike(key, first, results) for key in first.info.changed}
         sweeps = {key: [r for r in runs if key in r.info.changed] for key, runs in alike.items()}
-        key = max(sweeps, key=lambda name: len(sweeps[name]), default="")
+        varied = {name: len({_value(name, run.info) for run in runs}) for name, runs in sweeps.items()}
+        key = max(varied, key=varied.__getitem__, default="")
         together = sweeps.get(key, [])
-        if len(together) < 2:
+        if varied.get(key, 0) < 2:
             together = [first]
             found.append(first)
         else:
