@@ -96,18 +96,20 @@ WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: timeline.gantt}  #
 
 
 def panels(plot: PlotSpec, result: Result) -> Figure:
-    own = [_shown(panel, result) for panel in plot.panels]
+    every = [(panel, _shown(panel, result)) for panel in plot.panels]
     if plot.panels[0].kind in WHOLE:
-        return _whole(plot.panels[0], own[0])
+        return _whole(*every[0])
+    # A run at fewer points has no place for some.
+    shown, own = zip(*([each for each in every if each[1].info.points] or every), strict=True)
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
     flat = [bars.of(panel, each) if panel.kind is PanelKind.bars else None
-            for panel, each in zip(plot.panels, own, strict=True)]  # fmt: skip
+            for panel, each in zip(shown, own, strict=True)]  # fmt: skip
     height = max([1.6 if all(flat) else PANEL_HEIGHT, *(1.1 + each.height for each in flat if each)])
     figure = frame.new(width, rows * height + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for index, (ax, panel, each) in enumerate(zip(axes, plot.panels, own, strict=False)):
+    for index, (ax, panel, each) in enumerate(zip(axes, shown, own, strict=False)):
         frame.tidy(ax, "x" if flat[index] else "y")
         before, here = flat[index - 1] if index % columns else None, flat[index]
         named = here is None or before is None or before.names != here.names

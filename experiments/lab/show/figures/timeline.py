@@ -39,6 +39,7 @@ COLOURS = {
 COPIES = "copies of its KV, all in all"
 LABELS = {"queued": "waiting"}  # where a legend has another word
 ROW, WIDEST = 0.11, 5.0  # inches of a request, and points of its line
+IN_GANTT = 16  # requests: beside the seconds that more of them take, none would be longer than a dot
 PREFILL, DECODE = COLOURS["prefill"], COLOURS["decode"]
 USED, UNUSED, CACHED, TIME, LOST = "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7", "#D55E00"
 
@@ -257,9 +258,9 @@ def draw_requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
 
 
 def gantt(panel: PanelSpec, result: Result) -> Figure | None:
-    """The panel's first point whose requests are stored, a column a variant; None where there is none."""
+    """The first requests of the panel's first point that has some stored, a column a variant; None where none has."""
     for point in result.info.points:
-        found = {variant: first_pass(result, variant, point) for variant in result.info.variants}
+        found = {variant: first_pass(result, variant, point)[:IN_GANTT] for variant in result.info.variants}
         found = {variant: requests for variant, requests in found.items() if requests}
         if found:
             return _columns(found, result)
