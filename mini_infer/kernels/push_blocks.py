@@ -14,7 +14,9 @@ _TILE_BYTES = 16384
 _PROGRAMS = 32  # of a copy at once: half a MiB under way
 
 
-@triton.jit(do_not_specialize=["count", "num_tiles"])  # no compilation in the middle of a load
+@triton.jit(  # one variant for any number of blocks: none is compiled in the middle of a load
+    do_not_specialize=["count", "num_tiles"], do_not_specialize_on_alignment=["here_ptr", "there_ptr"]
+)
 def _push_kernel(
     source_ptr,
     target_ptr,

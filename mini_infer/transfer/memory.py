@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import Connector, ParallelConfig
+from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.peer_memory import copy_planes, reachable_memory
 from mini_infer.transfer.blocks import Target, tensor_at
@@ -120,6 +121,10 @@ class MemoryTarget(Target):
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton
 
             self._push = push_blocks
+            index = torch.zeros(1, dtype=torch.int64, device=holding.store.device)
+            with compiled_in_parallel():  # now, and not when blocks first lie apart
+                for _, own, theirs in (part for parts in self._parts.values() for part in parts):
+                    push_blocks(own, theirs, index, index)
         self._pairs: Sequence[tuple[int, int]] = ()  # of the step
         self._runs: list[tuple[int, int, int]] = []
 

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,3 +29,27 @@ def test_equals_the_reference(
     push_blocks(source, got, here, there)
     expected.index_copy_(1, there, source.index_select(1, here))
     assert torch.equal(whole[0], whole[1])
+
+
+VARIANTS = """
+import torch
+import variants_met as variants
+from mini_infer.kernels.push_blocks import push_blocks
+
+met = variants.Met()
+variants.driver.set_active(variants.H200())
+variants.JITFunction.run = lambda kernel, *args, **kwargs: met.run(kernel, *args, **kwargs)
+source, target = torch.zeros(2, 12, 1, 64, dtype=torch.int64), torch.zeros(2, 37, 1, 64, dtype=torch.int64)
+for count in (1, 2, 7, 16, 17):
+    here, there = torch.zeros(2, count, dtype=torch.int64)
+    push_blocks(source, target, here, there)
+print(len(met.variants))
+"""
+
+
+def test_no_number_of_blocks_is_compiled_for_itself() -> None:
+    """A start compiles one variant, and another one would stop the engine in the middle of a load."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "runtime")
+    done = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
