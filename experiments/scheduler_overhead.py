@@ -5,6 +5,7 @@ It is no ablation: nothing is served, and what is timed is one call, not a reque
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +27,14 @@ from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import Request
+from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 VARIANT = "engine"
 VOCABULARY = 32_000
 PROMPT = 32  # tokens of a running request's prompt, and up to a block more, so that not all fill a block at once
 WARMUP_STEPS = 50
+STEP_S = 0.001  # between two plans that another rank is told: the model's own time
 METRICS = {
     "step_us": Metric("schedule + update, median step", "us", Better.lower),
     "step_p99_us": Metric("schedule + update, P99 step", "us", Better.lower),
@@ -39,6 +42,7 @@ METRICS = {
     "r_squared": Metric("linearity in running requests (R²)", "", Better.higher, share=True),
     "waiting_step_us": Metric("schedule + update beside a queue, median step", "us", Better.lower),
     "match_us": Metric("prefix match, median prompt", "us", Better.lower),
+    "told_us": Metric("a plan on its way to another rank, median step", "us", Better.lower),
 }
 
 
@@ -51,6 +55,7 @@ class OverheadSpec(ExperimentSpec):
         prompt_tokens: lengths of prompts that the prefix cache knows.
         matches: timed prompts of each length.
         waiting: numbers of requests that queue behind `waiting_running` running ones.
+        rows: of plans that another rank's process is told.
     """
 
     running: tuple[int, ...] = (16, 64, 128, 256, 512)
@@ -59,9 +64,10 @@ class OverheadSpec(ExperimentSpec):
     matches: int = 50
     waiting: tuple[int, ...] = (10, 1_000, 100_000)
     waiting_running: int = 256
+    rows: tuple[int, ...] = (1, 64, 256)
 
     def __post_init__(self) -> None:
-        lists = ("running", "prompt_tokens", "waiting")
+        lists = ("running", "prompt_tokens", "waiting", "rows")
         check.at_least("experiment", self, 1, *lists, "steps", "matches", "waiting_running")
         if len(set(self.running)) < 3:
             raise ConfigError(f"experiment.running needs three sizes or more to fit a line, got {list(self.running)}")
@@ -83,14 +89,20 @@ class SchedulerOverhead(Probe):
         self._rng = np.random.default_rng(self.settings.seed)
         self._running = [points.point({"running": n}) for n in spec.running]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
-        others = [points.point({name: n}) for name in ("prompt_tokens", "waiting") for n in getattr(spec, name)]
+        lists = ("prompt_tokens", "waiting", "rows")
+        others = [points.point({name: n}) for name in lists for n in getattr(spec, name)]
         self.points = [*self._running, self._fit, *others]
         self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
-        if "running" in point.values:
-            return self._steps_by_running(point)
-        return self._match(point) if "prompt_tokens" in point.values else self._steps_by_waiting(point)
+        measures = {
+            "running": self._steps_by_running,
+            "prompt_tokens": self._match,
+            "waiting": self._steps_by_waiting,
+            "rows": self._told,
+        }
+        (varied,) = point.values
+        return measures[varied](point)
 
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
@@ -129,6 +141,27 @@ class SchedulerOverhead(Probe):
                 raise RuntimeError(f"a warm cache matched {match.num_tokens} of {expected} tokens")
         return {"match_us": stats.median(times)}
 
+    def _told(self, point: Point) -> dict[str, float | None]:
+        """From the call that tells another rank's process of a step until it has the plan. It looks for plans without
+        sleeping, as ranks do on GPUs."""
+        scheduler, count = self._busy_scheduler(point.values["rows"]), WARMUP_STEPS + self.spec.steps
+        files, (ours, theirs) = RingFiles.create(2), multiprocessing.Pipe()
+        rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files, count, theirs), daemon=True)
+        rank.start()
+        ring = PlanRing(files, 0, 2)
+        ours.recv()  # it is there
+        for _ in range(count):
+            plan = scheduler.schedule(0.0)
+            until = time.perf_counter() + STEP_S
+            ring.send((plan, time.perf_counter()))
+            scheduler.update(plan, _made_up(plan), 0.0)
+            while time.perf_counter() < until:
+                pass
+        times = ours.recv()
+        rank.join()
+        files.close()
+        return {"told_us": stats.median(times[WARMUP_STEPS:])}
+
     def _busy_scheduler(self, running: int) -> Scheduler:
         """A scheduler with exactly `running` requests decoding, and room for all of them to the end."""
         cache, block = self.engine.cache, self.engine.cache.block_size
@@ -162,6 +195,17 @@ def _made_up(plan: StepPlan) -> StepResult:
 def _step(scheduler: Scheduler) -> None:
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, _made_up(plan), 0.0)
+
+
+def _follow(files: RingFiles, count: int, answers: Any) -> None:
+    """The other rank: says how many microseconds each plan took."""
+    ring = PlanRing(files, 1, 2, awake_s=60.0)
+    answers.send(None)
+    times = []
+    for _ in range(count):
+        _, (_, sent) = ring.receive()
+        times.append(1e6 * (time.perf_counter() - sent))
+    answers.send(times)
 
 
 def _timed_steps(scheduler: Scheduler, count: int) -> list[float]:
