@@ -32,7 +32,8 @@ from mini_infer.parallel.expert_meter import Meter, traffic_of
 from mini_infer.parallel.mailboxes import time_us
 
 ONE = "one"
-LABELS = {ONE: "one rank", **{form.value: form.value for form in Dispatch}}
+FORMS = [form for form in Dispatch if form is not Dispatch.auto]
+LABELS = {ONE: "one rank", **{form.value: form.value for form in FORMS}}
 CHECKED_TOKENS = 32
 
 
@@ -98,7 +99,7 @@ class _Rank:
         sizes = spec.hidden, spec.chosen, spec.ranks * max(spec.tokens)
         self._ranks = {
             form.value: ExpertRanks(self._context, form).opened(self._kernels, device, self._dtype, *sizes)
-            for form in Dispatch
+            for form in FORMS
         }
         self._generator = torch.Generator(device).manual_seed(0)
         gate_up = self._drawn(spec.experts, 2 * spec.inner, spec.hidden, scale=spec.hidden**-0.5)

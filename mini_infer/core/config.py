@@ -193,6 +193,7 @@ class Dispatch(str, Enum):
     packed = "packed"  # the same, a product for each expert
     padded = "padded"  # baseline: equal buffers for all experts
     direct = "direct"  # kernels write them into the other ranks' memory; the host counts nothing, so CUDA graphs do it
+    auto = "auto"  # direct on GPUs that reach each other's memory, and else grouped
 
 
 class RouterPolicy(str, Enum):
@@ -235,7 +236,7 @@ class ParallelConfig:
 
     tensor: int = 1  # ranks that share every layer's heads and columns
     expert: int = 1  # ranks that share every layer's experts; of its attention each has all, or the part of `tensor`
-    dispatch: Dispatch = Dispatch.grouped  # how tokens get to the experts of other ranks
+    dispatch: Dispatch = Dispatch.auto  # how tokens get to the experts of other ranks
     redundant_experts: int = 0  # of each layer, that have a copy on a second rank: those that most tokens went to
     pipeline: int = 1  # stages of layers, each of the ranks above; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made

@@ -39,6 +39,20 @@ class Parts(NamedTuple):
     arrives: list[int]
 
 
+def settled(form: Dispatch, size: int, device: torch.device, kernels: Kernels) -> Dispatch:
+    """What `auto` stands for, on any of `size` ranks."""
+    if form is not Dispatch.auto:
+        return form
+    others = {*range(size)} - {device.index}
+    reached = (
+        device.type == "cuda"
+        and kernels.dispatch is not None
+        and size <= torch.cuda.device_count()
+        and all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
+    )
+    return Dispatch.direct if reached else Dispatch.grouped
+
+
 class ExpertRanks(NamedTuple):
     """Who shares the experts of each layer, and how tokens get to those of others."""
 

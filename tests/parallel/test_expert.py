@@ -26,13 +26,13 @@ from mini_infer.modeling.sharding import require_shared_experts
 from mini_infer.parallel import peer_memory
 from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
 from mini_infer.parallel.context import ParallelContext
-from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
+from mini_infer.parallel.expert import ExpertExchange, ExpertRanks, settled
 from mini_infer.parallel.expert_meter import Meter, traffic_of
 
 pytestmark = pytest.mark.usefixtures("plain_sampler")
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 3, 16, 8
-OVER_GROUPS = [form for form in Dispatch if form is not Dispatch.direct]  # which takes processes
+OVER_GROUPS = [Dispatch.grouped, Dispatch.packed, Dispatch.padded]  # direct takes processes
 T = TypeVar("T")
 
 
@@ -199,7 +199,10 @@ def test_engines_over_ranks_give_the_tokens_of_one_process(make_engine: MakeEngi
     )
     ours, theirs = generated(engine), generated(alone)
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
-    assert (engine.startup.expert_parallel, engine.startup.dispatch) == (2, form)
+    assert (engine.startup.expert_parallel, engine.startup.dispatch) == (
+        2,
+        "grouped" if form is Dispatch.auto else form,
+    )
     assert engine.startup.all_reduce == "none"
     half_of_the_experts = 2 * 3 * 32 * 16 * 4
     assert engine.startup.weight_bytes == alone.startup.weight_bytes - half_of_the_experts
@@ -215,6 +218,22 @@ def test_batch_invariant_engines_agree_to_the_bit(make_engine: MakeEngine) -> No
     forms = [{"expert": 2, "dispatch": form} for form in ("grouped", "direct")]
     found = [generated(make_engine(tensor=1, parallel=form, **sections)) for form in forms]
     assert found == [generated(one_process(**sections))] * 2
+
+
+def test_tokens_go_directly_where_gpus_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from mini_infer.kernels.ops import TritonKernels
+
+    gpu, ours, reached = torch.device("cuda", 1), TritonKernels(), {(1, 0)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: (device.index, peer) in reached)
+    assert settled(Dispatch.auto, 2, gpu, ours) is Dispatch.direct
+    assert settled(Dispatch.auto, 2, gpu, TorchKernels()) is Dispatch.grouped
+    assert settled(Dispatch.auto, 4, gpu, ours) is Dispatch.grouped, "others are on another machine"
+    assert settled(Dispatch.auto, 2, torch.device("cpu"), ours) is Dispatch.grouped
+    assert settled(Dispatch.packed, 2, gpu, ours) is Dispatch.packed
+    reached.clear()
+    assert settled(Dispatch.auto, 2, gpu, ours) is Dispatch.grouped
 
 
 def test_memory_that_ranks_cannot_reach_is_an_error_that_says_so(

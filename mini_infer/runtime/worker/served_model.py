@@ -23,7 +23,7 @@ from mini_infer.modeling.sharding import of_each_rank, require_shared_experts
 from mini_infer.modeling.spec import ModelSpec, MoESpec
 from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
-from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks, settled
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.worker.memory import allocate_kv, require_room_for_weights
@@ -64,7 +64,7 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         experts = ALL_EXPERTS
         if config.parallel.expert > 1 and parallel.size > 1:  # no draft model's
-            form = config.parallel.dispatch
+            form = settled(config.parallel.dispatch, parallel.size, device, kernels)
             experts = ExpertRanks(parallel, form, config.parallel.redundant_experts)
             parallel = parallel if config.parallel.tensor > 1 else parallel.alone
             if form is Dispatch.direct and kernels.dispatch is None:
