@@ -173,7 +173,7 @@ def test_a_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
     assert two.advance() is request
     host = 2e-4 + 1e-6
     computed = 0.01 + host + 5e-3 + 8 / 1999 * 45e-3 + 9e-6 + 45e-10  # 45 pairs
-    first = computed + host + 5e-3 + 10e-6 + 10e-10
+    first = computed + host + 4e-3 + 10e-8  # a row like any
     assert request.token_times == pytest.approx([first, first + host + 4e-3 + 11e-8], rel=1e-12)
     moved = request.handover
     assert moved is not None
@@ -205,7 +205,7 @@ def test_blocks_on_their_way_hold_up_who_waits_for_them() -> None:
         assert moved is not None
         assert moved.copying == pytest.approx(3 * push_s)
         assert moved.arrived == pytest.approx(moved.computed if hidden else begun + 3 * push_s, rel=1e-12)
-        assert request.token_times[0] == pytest.approx(moved.arrived + begun + 5e-3 + 10e-6 + 10e-10, rel=1e-12)
+        assert request.token_times[0] == pytest.approx(moved.arrived + begun + 4e-3 + 10e-8, rel=1e-12)
 
 
 def test_an_engines_pushes_take_turns() -> None:
