@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,12 +13,36 @@ from torch import Tensor
 from mini_infer.cache.kv_store import KVStore
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Blocks, and those of another store that they are copied to.
+
+    Attributes:
+        numbers: of both.
+        here, there: the same, [n] int64 on the device.
+    """
+
+    numbers: Sequence[tuple[int, int]]
+    here: Tensor
+    there: Tensor
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The pairs as runs of neighbours on both sides: the first block of each side, and how many."""
+        found: list[tuple[int, int, int]] = []
+        for here, there in sorted(self.numbers):
+            if found and (here, there) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
+                found[-1] = *found[-1][:2], found[-1][2] + 1
+            else:
+                found.append((here, there, 1))
+        return found
+
+
 class Target:
     """Where a prompt's blocks go: a connector's end."""
 
-    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        """Copies blocks `here` [n] of a layer to blocks `there` [n], on the current stream or behind it. `pairs` are
-        the same numbers. Their bytes."""
+    def write(self, layer: int, pairs: Pairs) -> int:
+        """Copies blocks of a layer, on the current stream or behind it. Their bytes."""
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -16,7 +16,7 @@ from mini_infer.core.config import Connector, ParallelConfig
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.peer_memory import copy_planes, reachable_memory
-from mini_infer.transfer.blocks import Target, tensor_at
+from mini_infer.transfer.blocks import Pairs, Target, tensor_at
 from mini_infer.transfer.nixl import Agent, Reachable
 from mini_infer.transfer.shares import Holding, Share
 
@@ -125,31 +125,16 @@ class MemoryTarget(Target):
             with compiled_in_parallel():  # now, and not when blocks first lie apart
                 for _, own, theirs in (part for parts in self._parts.values() for part in parts):
                     push_blocks(own, theirs, index, index)
-        self._pairs: Sequence[tuple[int, int]] = ()  # of the step
-        self._runs: list[tuple[int, int, int]] = []
 
-    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        if pairs is not self._pairs:
-            self._pairs, self._runs = pairs, runs(pairs) if self._on_gpu else []
+    def write(self, layer: int, pairs: Pairs) -> int:
         parts = self._parts.get(layer, ())
         for _, own, theirs in parts:
-            if self._on_gpu and len(self._runs) <= MOST_RUNS and whole_blocks(own) and whole_blocks(theirs):
-                for source, target, count in self._runs:
+            if self._on_gpu and len(pairs.runs) <= MOST_RUNS and whole_blocks(own) and whole_blocks(theirs):
+                for source, target, count in pairs.runs:
                     copy_planes(theirs[:, target : target + count], own[:, source : source + count])
             else:
-                self._push(own, theirs, here, there)
-        return len(pairs) * sum(own[:, 0].nbytes for _, own, _ in parts)
-
-
-def runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """The same pairs of blocks, as runs of neighbours on both sides: the first of each side, and how many."""
-    found: list[tuple[int, int, int]] = []
-    for here, there in sorted(pairs):
-        if found and (here, there) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
-            found[-1] = *found[-1][:2], found[-1][2] + 1
-        else:
-            found.append((here, there, 1))
-    return found
+                self._push(own, theirs, pairs.here, pairs.there)
+        return len(pairs.numbers) * sum(own[:, 0].nbytes for _, own, _ in parts)
 
 
 def whole_blocks(words: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import NO_NIXL
 from mini_infer.core.errors import ConfigError
-from mini_infer.transfer.blocks import Target, tensor_at
+from mini_infer.transfer.blocks import Pairs, Target, tensor_at
 from mini_infer.transfer.shares import Holding, Share
 
 logger = logging.getLogger(__name__)
@@ -161,10 +161,10 @@ class NixlTarget(Target):
         self._writes: list[Future[float]] = []
         self._lost: OSError | None = None
 
-    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        parts = self._link.rows(layer, pairs)
+    def write(self, layer: int, pairs: Pairs) -> int:
+        parts = self._link.rows(layer, pairs.numbers)
         computed = None
-        if here.is_cuda:
+        if pairs.here.is_cuda:
             computed = torch.cuda.Event()
             computed.record()
         self._writes.append(self._link.agent.thread.submit(self._write, computed, parts))

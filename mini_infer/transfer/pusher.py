@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mini_infer.cache.transfer import AtOnce, SideStream
 from mini_infer.core.plan import Push
-from mini_infer.transfer.blocks import Target
+from mini_infer.transfer.blocks import Pairs, Target
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared
 from mini_infer.transfer.nixl import NixlLink, NixlTarget
@@ -54,7 +53,7 @@ class Pusher:
         self._stream = SideStream(self._device, urgent=True) if self._on_gpu else AtOnce()
         self._ends: dict[int, MemoryTarget | NixlLink | Link] = {}  # by the number of a link
         self._open: dict[int, _Open] = {}
-        self._step: list[tuple[_Open, Tensor, Tensor, Sequence[tuple[int, int]]]] = []
+        self._step: list[tuple[_Open, Pairs]] = []
         self._last: Any = None  # an event
         self.seconds = 0.0
 
@@ -113,9 +112,9 @@ class Pusher:
         for push in pushes:
             opened = self._open.get(push.transfer_id)
             if opened is not None and push.pairs:  # else it has ended meanwhile
-                pairs = torch.tensor(push.pairs, pin_memory=self._on_gpu)
-                here, there = pairs.to(self._device, non_blocking=True).T.contiguous()
-                self._step.append((opened, here, there, push.pairs))
+                numbers = torch.tensor(push.pairs, pin_memory=self._on_gpu)
+                here, there = numbers.to(self._device, non_blocking=True).T.contiguous()
+                self._step.append((opened, Pairs(push.pairs, here, there)))
 
     def layer(self, layer: int) -> None:
         if self._step:
@@ -126,15 +125,15 @@ class Pusher:
     def end(self) -> Any:
         """None where nothing was copied."""
         pushed, self._step = self._step, []
-        for _, here, there, _ in pushed:
-            self._stream.uses(here)
-            self._stream.uses(there)
+        for _, pairs in pushed:
+            self._stream.uses(pairs.here)
+            self._stream.uses(pairs.there)
         return self._last if pushed else None
 
     def _push(self, layer: int) -> None:
-        for transfer, here, there, pairs in self._step:
+        for transfer, pairs in self._step:
             lap = self._lap()
-            transfer.num_bytes += transfer.target.write(layer, here, there, pairs)
+            transfer.num_bytes += transfer.target.write(layer, pairs)
             lap(transfer)
 
     def _lap(self) -> Callable[[_Open], None]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.transfer.blocks import Target, gather, scatter, words_of
+from mini_infer.transfer.blocks import Pairs, Target, gather, scatter, words_of
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.protocol import Blocks
 
@@ -20,14 +18,14 @@ class StreamTarget(Target):
     def __init__(self, link: Link, transfer_id: int, store: KVStore) -> None:
         self._link, self._transfer_id, self._store = link, transfer_id, store
 
-    def write(self, layer: int, here: Tensor, there: Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        data, done = gather(words_of(self._store, layer), here), None
+    def write(self, layer: int, pairs: Pairs) -> int:
+        data, done = gather(words_of(self._store, layer), pairs.here), None
         if data.is_cuda:
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             data = host.copy_(data, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        self._link.send(Blocks(self._transfer_id, layer, [block for _, block in pairs]), data.numpy(), done)
+        self._link.send(Blocks(self._transfer_id, layer, [block for _, block in pairs.numbers]), data.numpy(), done)
         return data.nbytes
 
 

@@ -19,8 +19,9 @@ from mini_infer.core.request import Export, Handover
 from mini_infer.parallel.peer_memory import copy_planes
 from mini_infer.transfer import address, receiver
 from mini_infer.transfer.address import Door, reach
+from mini_infer.transfer.blocks import Pairs
 from mini_infer.transfer.link import Link
-from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator, runs, whole_blocks
+from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator, whole_blocks
 from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
 from mini_infer.transfer.pusher import LOST, Pusher
@@ -371,7 +372,8 @@ def test_a_prompt_stays_where_sending_it_costs_more() -> None:
     ],
 )
 def test_runs_of_neighbouring_blocks(pairs: list[tuple[int, int]], expected: list[tuple[int, int, int]]) -> None:
-    assert runs(pairs) == expected
+    nowhere = torch.empty(0)
+    assert Pairs(pairs, nowhere, nowhere).runs == expected
 
 
 def test_what_a_copy_engine_can_copy() -> None:
