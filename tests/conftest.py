@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Before torch is imported, here and in every child: a process of the test run has one core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Each time that a line has run so often, slipcover goes through all functions to take out what counts the lines that have
-# run: a tenth of a second. After 50 times, as by default, the servers and ranks that tests fork do little else.
+# Where a line has run so often, slipcover goes through all functions to take out what counts the lines that have run,
+# for a tenth of a second. After 50 times, as by default, the servers and ranks that tests fork do little else.
 if coverage := getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None):
     coverage.d_miss_threshold = 10_000
 

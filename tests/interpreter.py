@@ -1,5 +1,5 @@
-"""Triton's interpreter without the work that it does again at every operation, and with products that are the same to the
-bit in tiles of any size and on any CPU."""
+"""Triton's interpreter without the work that it does again at every operation, and with products that are the same to
+the bit in tiles of any size and on any CPU."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def _prepare_operators(patch: pytest.MonkeyPatch) -> None:
 
 def _dot_in_order(self: Any, a: Any, b: Any, acc: Any, *_precision: Any) -> Any:
     """acc + a b, every element one sum over k from the first product to the last. The interpreter's own goes through
-    numpy's BLAS, whose order depends on the shape and on the CPU; einsum multiplies and adds by itself, along rows of b."""
+    numpy's BLAS, whose order depends on the shape and on the CPU; einsum multiplies and adds by itself, along rows of
+    b."""
     factors, dtype = [], acc.data.dtype
     for factor in (a, b):
         data = factor.data
