@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Before torch is imported, here and in every child: a process of the test run has one core.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test is about two threads, none of them spins
 
 # Where a line has run so often, slipcover goes through all functions to take out what counts the lines that have run,
 # for a tenth of a second. After 50 times, as by default, the servers and ranks that tests fork do little else.
