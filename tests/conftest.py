@@ -42,6 +42,7 @@ def prepare() -> None:
     """Before the first test file is imported."""
     from hypothesis import HealthCheck, settings
 
+    gc.set_threshold(100_000, 20, 20)  # imports leave next to nothing behind, and tests little
     if not has_gpu():
         # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -88,11 +89,9 @@ def _runs_on_the_gpu(item: Any) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made is left out of garbage collections, each of which would take some tenths of a second, and
-    there are fewer of them."""
+    """What imports have made is left out of garbage collections, each of which would take some tenths of a second."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -101,7 +101,7 @@ def test_ctrl_c_kills_it():
 
 def test_it_does_not_outlive_a_parent_that_is_killed():
     script = (
-        "import sys, time; sys.path.insert(0, 'tests/experiments'); import test_lab_peer_process as t\n"
+        "import sys; sys.path[:0] = ['tests/experiments', 'tests']; import test_lab_peer_process as t\n"
         "peer = t.start(fault='hang', child=True); print(peer._process.pid, peer.about['child'], flush=True)\n"
         "peer.serve(t.ITEMS, 1)"
     )
