@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 # Before torch is imported, here and in every child: a process of the test run has one core.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test is about two threads, none of them spins
+
+# Where a line has run so often, slipcover goes through all functions to take out what counts the lines that have run,
+# for a tenth of a second. After 50 times, as by default, the servers and ranks that tests fork do little else.
+if coverage := getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None):
+    coverage.d_miss_threshold = 10_000
 
 
 @functools.cache
@@ -35,6 +42,7 @@ def prepare() -> None:
     """Before the first test file is imported."""
     from hypothesis import HealthCheck, settings
 
+    gc.set_threshold(100_000, 20, 20)  # imports leave next to nothing behind, and tests little
     if not has_gpu():
         # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -81,11 +89,9 @@ def _runs_on_the_gpu(item: Any) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made is left out of garbage collections, each of which would take some tenths of a second, and
-    there are fewer of them."""
+    """What imports have made is left out of garbage collections, each of which would take some tenths of a second."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

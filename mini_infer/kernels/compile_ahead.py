@@ -64,6 +64,11 @@ def compiled_in_parallel(num_threads: int | None = None) -> Iterator[None]:
 class _ZerosForNew(TorchDispatchMode):
     """New tensors of the operations inside are zeros, where torch would leave what was in memory."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler, which would take a start more than a second to import, meets none of them."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.zero_() if func.overloadpacket in _EMPTY else result

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 from test_lab_configs import EXPERIMENTS
 
-from experiments import disaggregation
+from experiments import disaggregation, expert_quantization
 from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
@@ -240,6 +240,7 @@ def quick_gates(monkeypatch) -> None:
     """Settings that a gate has seen, of whichever experiment, are not asked again. Of the probes, all of which
     test_lab_exact_gate.py asks, few are: equal blocks behind other beginnings, and the end of a chunk."""
     monkeypatch.setattr(exact_gate, "CHUNK", 96)
+    monkeypatch.setattr(expert_quantization, "GATE_ANSWER", 4)
     monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
     monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)

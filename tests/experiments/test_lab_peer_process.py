@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from reimported import reimported
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure.kinds import Kind
@@ -100,7 +101,7 @@ def test_ctrl_c_kills_it():
 
 def test_it_does_not_outlive_a_parent_that_is_killed():
     script = (
-        "import sys, time; sys.path.insert(0, 'tests/experiments'); import test_lab_peer_process as t\n"
+        "import sys; sys.path[:0] = ['tests/experiments', 'tests']; import test_lab_peer_process as t\n"
         "peer = t.start(fault='hang', child=True); print(peer._process.pid, peer.about['child'], flush=True)\n"
         "peer.serve(t.ITEMS, 1)"
     )
@@ -282,9 +283,6 @@ def test_a_peers_modules_need_no_hydra():
     """Their process may have only the packages that the peer brings."""
     assert len(PEERS) >= 4
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PEERS]
-    blocked = "import sys\nfor name in ('hydra', 'omegaconf'): sys.modules[name] = None\n"
-    for name in ["experiments.lab.peers.worker", *names]:
-        blocked += f"import {name}\n"
-    for name in ("attention", "fused", "latent", "moe"):
-        blocked += f"import experiments.lab.kernels.{name}\n"
-    subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, check=True)
+    names += ["experiments.lab.peers.worker"]
+    names += [f"experiments.lab.kernels.{name}" for name in ("attention", "fused", "latent", "moe")]
+    assert reimported("import " + ", ".join(names), without=["hydra", "omegaconf"]) == 0

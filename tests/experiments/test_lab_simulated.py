@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
-from mini_infer.cli.server_process import read_address, start_server
 from mini_infer.core import limits
 from mini_infer.core.config import (
     CacheConfig,
@@ -303,24 +300,21 @@ def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulat
 
 
 @pytest.mark.slow
-def test_the_command_of_a_plan_starts_a_server(compose_config) -> None:
+def test_the_command_of_a_plan_starts_a_server(compose_config, monkeypatch) -> None:
     """Of the model that ships, as it is typed."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    from http_server import Server
+
     config = compose_config("experiment=capacity", "hardware=cpu", *FEW, "workload.rate_per_s=1")
     config.experiment.settings = {}
     config.experiment.slo = {"ttft_ms": 10_000}
     program, *flags = shlex.split(planned(config).notes[0].partition("Start it with: ")[2])
     assert (program, *flags[:2]) == ("mini-infer-serve", "--model", "tiny-target")
-    with start_server([*flags, "--port=0"]) as server:
-        try:
-            assert server.stdout is not None
-            url = read_address(server.stdout)
-            asked = json.dumps({"model": "tiny-target", "prompt": "def ", "max_tokens": 3}).encode()
-            request = Request(f"{url}/v1/completions", asked, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=60) as answer:
-                assert json.load(answer)["usage"]["completion_tokens"] == 3
-        finally:
-            server.terminate()
-    assert server.returncode == 0
+    server = Server((*flags, "--port=0"))
+    try:
+        assert server.complete("def ", model="tiny-target", max_tokens=3)["usage"]["completion_tokens"] == 3
+    finally:
+        assert server.stop() == 0
 
 
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:

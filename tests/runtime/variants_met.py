@@ -40,6 +40,22 @@ class H200:
         return GPUTarget("cuda", 90, 32)
 
 
+class Uncomputed(compile_ahead._ZerosForNew):
+    """Nobody looks at what torch computes: zeros take the place of what takes long."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, aten = args[0] if args else None, torch.ops.aten
+        if func is aten.linear.default:
+            return x.new_zeros(*x.shape[:-1], len(args[1]))
+        if func is aten.contiguous.default and x.is_floating_point():
+            return x.new_zeros(x.shape)
+        if func is aten.bmm.out:
+            return kwargs["out"]
+        if func is aten.normal_.default:
+            return x
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Met:
     """In place of JITFunction.run. A variant is what Triton specializes on, constants and launch options."""
 
@@ -61,6 +77,7 @@ class Met:
 
 def pretend() -> None:
     """A CPU that takes what is for a GPU."""
+    torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **_: q.new_zeros(*q.shape[:-1], v.shape[-1])
     driver.set_active(H200())
     preflight.require_device = lambda config: None
     ops._interpreted = lambda: True
@@ -82,7 +99,7 @@ def pretend() -> None:
 def serve(settings: dict[str, Any]) -> list[str]:
     met = Met()
     JITFunction.run = lambda kernel, *args, **kwargs: met.run(kernel, *args, **kwargs)
-    with compile_ahead._ZerosForNew():
+    with Uncomputed():
         engine = LLMEngine(EngineConfig.from_dict(settings))
         worker: Any = engine.executor._worker  # type: ignore[attr-defined]
         worker._try_largest_step(worker.limits)

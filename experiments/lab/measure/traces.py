@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 
 from mini_infer.core.plan import StepRecord
@@ -52,7 +53,7 @@ class RequestTrace:
         n = len(self.token_times)
         return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
 
-    @property
+    @cached_property  # several figures are made of them
     def gaps(self) -> list[float]:
         """Inter-token latencies: of a chunk of n tokens n of its n-th part, and none of the first (TTFT)."""
         gaps: list[float] = []
