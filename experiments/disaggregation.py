@@ -352,28 +352,28 @@ class _Engines:
         begun = []
         for config in configs:
             folder = self._open.enter_context(tempfile.TemporaryDirectory())
-            processes: list[EngineProcess] = []
+            processes: dict[str, EngineProcess] = {}  # by where they listen
             for number, make in enumerate(ways_to_make(config, max_queued=2**20)):
-                processes.append(make(os.path.join(folder, f"engine-{number}")))
-                self._open.callback(processes[-1].stop)
+                path = os.path.join(folder, f"engine-{number}")
+                processes[path] = make(path)
+                self._open.callback(processes[path].stop)
             begun.append((config, processes))
         for config, processes in begun:
             engine = self.run(self._serving(config, processes))
             self._open.callback(lambda engine=engine: self.run(engine.close()))
             self._there.append((config, engine))
 
-    async def _serving(self, config: EngineConfig, processes: Sequence[EngineProcess]) -> AsyncEngine:
+    async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""
 
         async def watch() -> None:
-            while all(process.ending() is None for process in processes):
+            while all(process.ending() is None for process in processes.values()):
                 await asyncio.sleep(0.1)
-            endings = [process.ending() for process in processes]
+            endings = [process.ending() for process in processes.values()]
             raise EngineDead(f"an engine of {engines_asked(config)} {next(filter(None, endings))} before it served")
 
         async def connect() -> AsyncEngine:
-            paths = [process.socket_path for process in processes]
-            engine = await AsyncEngine.connect(*paths, parallel=config.parallel, startup_timeout=STARTUP_S)
+            engine = await AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
             while any(replica.failure is not None for replica in engine.replicas):
                 await asyncio.sleep(0.1)
             return engine

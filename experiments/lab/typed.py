@@ -22,7 +22,8 @@ from mini_infer.core.errors import ConfigError
 PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url")
 # What a page's name says already, or where things are, and not what is measured.
 NOT_CHANGES = ("scale", "via", "hardware", "model", "engine.model.path", *PLACES)
-SHOWN = ("points", "variants", "claims", "metrics", "gate_at", "again_at")  # of the experiment: the page has them
+# Of the experiment: the page has them, and most are too long for a name.
+SHOWN = ("points", "variants", "claims", "metrics", "plots", "gate_at", "again_at", "sweeps", "mixes")
 WHOLE = ("model", "workload")  # of the one that is chosen points and variants change what they like
 INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
 EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "hydra", *PLACES)  # may be typed of any

@@ -225,6 +225,9 @@ class _InThread:
         server = EngineServer(LLMEngine(config), listener)
         threading.Thread(target=server.serve, daemon=True).start()
 
+    def ending(self) -> None:
+        """It does not end by itself."""
+
     def stop(self) -> None:
         """It waits for ever."""
 
