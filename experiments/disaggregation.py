@@ -333,6 +333,10 @@ class _Engines:
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
+        left = asyncio.all_tasks(self._loop)  # those that would connect again
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
