@@ -336,7 +336,8 @@ class _Engines:
         left = asyncio.all_tasks(self._loop)  # those that would connect again
         for task in left:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

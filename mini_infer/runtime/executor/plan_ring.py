@@ -55,14 +55,17 @@ def _header(size: int) -> int:
 
 
 _PLAIN, _PICKLED = 0, 1
-_GROWTHS = StepPlan._fields.index("growths")
+_ROWS, _COUNTS, _SAMPLES, _GROWTHS = map(StepPlan._fields.index, ("req_indices", "counts", "samples", "growths"))
 
 
 def _encode(record: Any) -> bytes:
-    """A kind, and the record. Rows alone, which is what most plans are, take marshal half of pickle's time."""
+    """A kind, and the record. Rows alone, which is what most plans are, take marshal half of pickle's time, and half of
+    that again where each has a token and samples."""
     plan = record[0] if isinstance(record, tuple) else None
     if isinstance(plan, StepPlan) and _is_plain(plan):
         fields: list[Any] = list(plan)
+        if _one_a_row(plan):
+            fields[_COUNTS] = fields[_SAMPLES] = None
         fields[_GROWTHS] = [tuple(growth) for growth in plan.growths]
         with contextlib.suppress(ValueError):  # something else is in it that is not of Python's own
             return bytes([_PLAIN]) + marshal.dumps((fields, *record[1:]), 2)
@@ -73,10 +76,17 @@ def _is_plain(plan: StepPlan) -> bool:
     """Made of Python's own: marshal would write a number of NumPy's as bytes. A sum that has one in it is one."""
     if plan.admissions or plan.transfers or plan.pushes or plan.prompt_logprobs:
         return False
-    sums = [sum(column) for column in (plan.req_indices, plan.starts, plan.counts, plan.samples, plan.following)]
+    columns = [plan.req_indices, plan.starts, plan.following]
+    if not _one_a_row(plan):
+        columns += [plan.counts, plan.samples]
+    sums = [sum(column) for column in columns]
     sums += [sum(plan.drafts), *map(sum, plan.drafts.values())]
     sums += [req_index + first + sum(blocks) for req_index, first, blocks in plan.growths]
     return set(map(type, sums)) == {int}
+
+
+def _one_a_row(plan: StepPlan) -> bool:
+    return 0 < len(plan.req_indices) == plan.counts.count(1) == plan.samples.count(True)
 
 
 def _decode(data: bytes) -> Any:
@@ -84,6 +94,9 @@ def _decode(data: bytes) -> Any:
     if data[0] == _PICKLED:
         return pickle.loads(body)
     fields, *others = marshal.loads(body)
+    if fields[_COUNTS] is None:
+        rows = len(fields[_ROWS])
+        fields[_COUNTS], fields[_SAMPLES] = [1] * rows, [True] * rows
     fields[_GROWTHS] = [Growth(*growth) for growth in fields[_GROWTHS]]
     return StepPlan(*fields), *others
 
