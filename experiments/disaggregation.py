@@ -189,7 +189,9 @@ class Disaggregation(Probe):
         dues = [i / rate for i in range(count)] if mix.even else gamma_times(count, rate, 1.0, self._rng)
         prompts = [self._prompt(mix.prompt_tokens) for _ in range(count)]
         await asyncio.gather(*(_ask(engine, self._prompt(mix.prompt_tokens), 2) for _ in engine.replicas))  # warm-up
-        streams = [asyncio.ensure_future(self._stream(engine)) for _ in range(mix.streams)]
+        # Their answers end one after the other, and so does what comes next begin.
+        firsts = [1 + number * spec.stream_tokens // mix.streams for number in range(mix.streams)]
+        streams = [asyncio.ensure_future(self._stream(engine, first)) for first in firsts]
         for task in streams:
             task.add_done_callback(lambda done: None)
         before = _moved(engine)
@@ -217,12 +219,15 @@ class Disaggregation(Probe):
             "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here),
         }
 
-    async def _stream(self, engine: AsyncEngine) -> list[float]:
-        """Answers one after the other, until it is cancelled; the gaps between their tokens."""
+    async def _stream(self, engine: AsyncEngine, first: int) -> list[float]:
+        """Answers one after the other, the first one of so many tokens, until it is cancelled; the gaps between their
+        tokens."""
         gaps: list[float] = []
+        length = first
         try:
             while True:
-                gaps += (await _ask(engine, self._prompt(8), self.spec.stream_tokens)).gaps
+                gaps += (await _ask(engine, self._prompt(8), length)).gaps
+                length = self.spec.stream_tokens
         except asyncio.CancelledError:
             return gaps
 

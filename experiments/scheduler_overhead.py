@@ -148,18 +148,22 @@ class SchedulerOverhead(Probe):
         files, (ours, theirs) = RingFiles.create(2), multiprocessing.Pipe()
         rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files, count, theirs), daemon=True)
         rank.start()
+        theirs.close()  # so that `recv` ends with the process
         ring = PlanRing(files, 0, 2)
-        ours.recv()  # it is there
-        for _ in range(count):
-            plan = scheduler.schedule(0.0)
-            until = time.perf_counter() + STEP_S
-            ring.send((plan, time.perf_counter()))
-            scheduler.update(plan, _made_up(plan), 0.0)
-            while time.perf_counter() < until:
-                pass
-        times = ours.recv()
-        rank.join()
-        files.close()
+        try:
+            ours.recv()  # it is there
+            for _ in range(count):
+                plan = scheduler.schedule(0.0)
+                until = time.perf_counter() + STEP_S
+                ring.send((plan, time.perf_counter()))
+                scheduler.update(plan, _made_up(plan), 0.0)
+                while time.perf_counter() < until:
+                    pass
+            times = ours.recv()
+        finally:
+            rank.kill()
+            rank.join()
+            files.close()
         return {"told_us": stats.median(times[WARMUP_STEPS:])}
 
     def _busy_scheduler(self, running: int) -> Scheduler:

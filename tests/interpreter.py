@@ -1,5 +1,5 @@
 """Triton's interpreter without the work that it does again at every operation, and with products that are the same to
-the bit in tiles of any size and on any CPU."""
+the bit in tiles of any size and on any x86 CPU."""
 
 from __future__ import annotations
 

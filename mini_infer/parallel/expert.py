@@ -39,18 +39,18 @@ class Parts(NamedTuple):
     arrives: list[int]
 
 
-def settled(form: Dispatch, size: int, device: torch.device, kernels: Kernels) -> Dispatch:
-    """What `auto` stands for, on any of `size` ranks."""
+def settled(form: Dispatch, ranks: ParallelContext, device: torch.device, kernels: Kernels) -> Dispatch:
+    """What `auto` stands for: the same on every rank, which all call it at once."""
     if form is not Dispatch.auto:
         return form
-    others = {*range(size)} - {device.index}
-    reached = (
-        device.type == "cuda"
-        and kernels.dispatch is not None
-        and size <= torch.cuda.device_count()
-        and all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
+    if device.type != "cuda" or kernels.dispatch is None:
+        return Dispatch.grouped
+    first = (device.index or 0) - ranks.rank  # a rank's GPU has its number
+    others = [first + rank for rank in range(ranks.size) if rank != ranks.rank]
+    reached = max(others) < torch.cuda.device_count() and all(
+        torch.cuda.can_device_access_peer(device, gpu) for gpu in others
     )
-    return Dispatch.direct if reached else Dispatch.grouped
+    return Dispatch.direct if ranks.on_all_ranks(reached) else Dispatch.grouped
 
 
 class ExpertRanks(NamedTuple):
@@ -88,7 +88,7 @@ class ExpertRanks(NamedTuple):
         try:
             memory = PeerMemory(num_bytes, rank, device, collectives.exchange)
         except NoPeerAccess as why:
-            raise ConfigError(f"parallel.dispatch=direct: {why}. Set parallel.dispatch=grouped") from why
+            raise ConfigError(f"parallel.dispatch=direct or auto: {why}. Set parallel.dispatch=grouped") from why
         stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         collectives.stops.append(stop)
         addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=device)

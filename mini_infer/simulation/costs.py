@@ -48,7 +48,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
-        plan = plan.as_decode_rows() or plan  # as the runner takes it
+        plan = plan.as_decode_rows() or plan  # as the runner takes it on a GPU
         rows = len(plan.req_indices)
         if plan.num_decode_rows == rows and not plan.has_drafts:
             return cls(rows, 0, sum(plan.starts) + rows, 0, 0)

@@ -115,21 +115,24 @@ class MemoryTarget(Target):
             return self._stores[-1]
 
         self._parts = holding.parts([shared.share for shared in memories], open_store)
-        self._push = _push_on_cpu
-        self._on_gpu = holding.store.device.type == "cuda"
-        if self._on_gpu:
+        every = [part for parts in self._parts.values() for part in parts]
+        device, self._push, self._copies = holding.store.device, _push_on_cpu, False
+        if device.type == "cuda":
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton
 
             self._push = push_blocks
-            index = torch.zeros(1, dtype=torch.int64, device=holding.store.device)
+            # On one GPU there is no link to keep busy, and its copies take multiprocessors, too.
+            elsewhere = all(shared.gpu != _name(device) for shared in memories)
+            self._copies = elsewhere and all(whole_blocks(words) for _, *both in every for words in both)
+            index = torch.zeros(1, dtype=torch.int64, device=device)
             with compiled_in_parallel():  # now, and not when blocks first lie apart
-                for _, own, theirs in (part for parts in self._parts.values() for part in parts):
+                for _, own, theirs in every:
                     push_blocks(own, theirs, index, index)
 
     def write(self, layer: int, pairs: Pairs) -> int:
         parts = self._parts.get(layer, ())
         for _, own, theirs in parts:
-            if self._on_gpu and len(pairs.runs) <= MOST_RUNS and whole_blocks(own) and whole_blocks(theirs):
+            if self._copies and len(pairs.runs) <= MOST_RUNS:
                 for source, target, count in pairs.runs:
                     copy_planes(theirs[:, target : target + count], own[:, source : source + count])
             else:

@@ -407,6 +407,9 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
 def test_runs_that_differ_in_what_is_no_key_are_no_sweep():
     alike = [replace(swept(8), info=replace(swept(8).info, run=name)) for name in ("one", "other")]
     assert [r.info.run for r in sweeps.joined(alike)] == ["one", "other"]
+    found = sweeps.joined([*alike, swept(16)])
+    assert [r.info.run for r in found] == ["sweep-count", "other"]
+    assert [run.run for run in found[0].runs] == ["one", "count=16"]
 
 
 def test_a_sweep_is_as_doubtful_as_its_runs(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -224,16 +225,25 @@ def test_tokens_go_directly_where_gpus_reach_each_other(monkeypatch: pytest.Monk
     pytest.importorskip("triton")
     from mini_infer.kernels.ops import TritonKernels
 
-    gpu, ours, reached = torch.device("cuda", 1), TritonKernels(), {(1, 0)}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: (device.index, peer) in reached)
-    assert settled(Dispatch.auto, 2, gpu, ours) is Dispatch.direct
-    assert settled(Dispatch.auto, 2, gpu, TorchKernels()) is Dispatch.grouped
-    assert settled(Dispatch.auto, 4, gpu, ours) is Dispatch.grouped, "others are on another machine"
-    assert settled(Dispatch.auto, 2, torch.device("cpu"), ours) is Dispatch.grouped
-    assert settled(Dispatch.packed, 2, gpu, ours) is Dispatch.packed
-    reached.clear()
-    assert settled(Dispatch.auto, 2, gpu, ours) is Dispatch.grouped
+    def found(form: Dispatch, device: str = "cuda:3", kernels: Kernels | None = None) -> Dispatch:
+        """Of the second rank of a second stage."""
+        return settled(form, ranks, torch.device(device), kernels or TritonKernels())
+
+    asked, others_reach = list[tuple[int, int]](), True
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: asked.append((gpu.index, peer)) or True)
+    ranks: Any = SimpleNamespace(rank=1, size=2, on_all_ranks=lambda here: here and others_reach)
+    assert found(Dispatch.packed) is Dispatch.packed
+    assert found(Dispatch.auto, kernels=TorchKernels()) is Dispatch.grouped
+    assert found(Dispatch.auto, "cpu") is Dispatch.grouped
+    assert asked == []
+    assert found(Dispatch.auto) is Dispatch.direct
+    assert asked == [(3, 2)]
+    others_reach = False
+    assert found(Dispatch.auto) is Dispatch.grouped, "as all ranks find, whichever of them cannot"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    others_reach, ranks.rank = True, 0
+    assert found(Dispatch.auto, "cuda:0") is Dispatch.grouped, "the other one is on another machine"
 
 
 def test_memory_that_ranks_cannot_reach_is_an_error_that_says_so(
@@ -248,7 +258,9 @@ def test_memory_that_ranks_cannot_reach_is_an_error_that_says_so(
         raise OSError("there is no way from here to there")
 
     monkeypatch.setattr(peer_memory._OnCpu, "open", refuse)
-    with pytest.raises(ConfigError, match=r"dispatch=direct: there is no way .* Set parallel\.dispatch=grouped"):
+    with pytest.raises(
+        ConfigError, match=r"dispatch=direct or auto: there is no way .* Set parallel\.dispatch=grouped"
+    ):
         make_engine(tensor=1, model={**SHAPE, "kernels": "triton"}, parallel=direct)
 
 

@@ -23,11 +23,13 @@ def joined(results: Sequence[Result]) -> list[Result]:
     while left:
         first = left[0]
         alike = {key: _alike(key, first, results) for key in first.info.changed}
-        sweeps = {key: [r for r in runs if key in r.info.changed] for key, runs in alike.items()}
-        varied = {name: len({_value(name, run.info) for run in runs}) for name, runs in sweeps.items()}
-        key = max(varied, key=varied.__getitem__, default="")
+        sweeps = {
+            key: _one_a_value(key, [r for r in left if key in r.info.changed and any(r is run for run in runs)])
+            for key, runs in alike.items()
+        }
+        key = max(sweeps, key=lambda name: len(sweeps[name]), default="")
         together = sweeps.get(key, [])
-        if varied.get(key, 0) < 2:
+        if len(together) < 2:
             together = [first]
             found.append(first)
         else:
@@ -35,6 +37,14 @@ def joined(results: Sequence[Result]) -> list[Result]:
             found.append(_join(key, [*unchanged, *together]))
         left = [r for r in left if not any(r is run for run in together)]
     return found
+
+
+def _one_a_value(key: str, runs: Sequence[Result]) -> list[Result]:
+    """The first of those that differ in nothing that has a key."""
+    found: dict[Any, Result] = {}
+    for run in runs:
+        found.setdefault(_value(key, run.info), run)
+    return [*found.values()]
 
 
 def _alike(key: str, result: Result, results: Sequence[Result]) -> list[Result]:

@@ -64,7 +64,7 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         experts = ALL_EXPERTS
         if config.parallel.expert > 1 and parallel.size > 1:  # no draft model's
-            form = settled(config.parallel.dispatch, parallel.size, device, kernels)
+            form = settled(config.parallel.dispatch, parallel, device, kernels)
             experts = ExpertRanks(parallel, form, config.parallel.redundant_experts)
             parallel = parallel if config.parallel.tensor > 1 else parallel.alone
             if form is Dispatch.direct and kernels.dispatch is None:

@@ -137,11 +137,12 @@ def needs_no_gpu(config: EngineConfig) -> bool:
 
 def count_gpus(environment: Mapping[str, str]) -> int:
     """Asked of torch in a process of its own, which takes seconds, and so once: here it would keep some 300 MB."""
-    if not sees_gpu():
-        return 0
     visible = environment.get(VISIBLE)
-    if visible not in _COUNTED:
-        command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-        done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
-        _COUNTED[visible] = int(done.stdout) if done.returncode == 0 else 0
+    if visible in _COUNTED or not sees_gpu():
+        return _COUNTED.get(visible, 0)
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return 0
+    _COUNTED[visible] = int(done.stdout)
     return _COUNTED[visible]
