@@ -76,7 +76,7 @@ class ExpertExchangeExperiment(OverRanks):
         self.variants = self.with_baseline_again(LABELS)
         self.metrics = {
             "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
-            "exchange_us": Metric("of it dispatch and combine: experts give back what they get", "µs", Better.lower),
+            "exchange_us": Metric("way to the experts and back, which compute nothing", "µs", Better.lower),
             "exchange_mb": Metric("sent to other ranks and back, for a rank's tokens", "MB", Better.lower),
             "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
         }
