@@ -17,7 +17,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
 from mini_infer.parallel.peer_memory import copy_planes
-from mini_infer.transfer import address, receiver
+from mini_infer.transfer import address, memory, receiver
 from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.blocks import Pairs
 from mini_infer.transfer.link import Link
@@ -38,7 +38,7 @@ LAYOUTS = {
     "unlike layers": KVLayout((FP8, (LATENT,), FP8)),
     "odd bytes": KVLayout.of_heads(2, 1, 3, torch.float8_e5m2),
 }
-PAIRS = [(0, 5), (4, 1), (2, 7)]
+PAIRS = [(0, 5), (4, 1), (2, 7), (1, 6)]
 
 
 def blocks_of(store: KVStore) -> list[torch.Tensor]:
@@ -54,9 +54,14 @@ def filled(layout: KVLayout, num_blocks: int, allocate: Any = None) -> KVStore:
     return store
 
 
-@pytest.mark.parametrize("connector", ["memory", "stream", "nixl"])
+@pytest.mark.parametrize("connector", ["memory", "copies", "stream", "nixl"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str, nixl: None) -> None:
+def test_blocks_arrive_and_nothing_else_changes(
+    layout: KVLayout, connector: str, nixl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`copies`: memory, by runs of neighbouring blocks as a copy engine takes them."""
+    copied = list[int]()
+    monkeypatch.setattr(memory, "copy_planes", lambda there, here: copied.append(here.shape[1]) or there.copy_(here))
     allocate = SharedAllocator(CPU)
     source, target = filled(layout, 6), filled(layout, 9, allocate)
     before = [tensor.clone() for tensor in blocks_of(target)]
@@ -75,6 +80,7 @@ def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str
         pusher.send_by(5, Direct())  # type: ignore[arg-type]
     else:
         assert pusher.connect(5, [allocate.shared(share, 9)])
+        pusher._ends[5]._copies = connector == "copies"  # type: ignore[union-attr]
     pusher.open(1, 5, 1)
     pusher.begin([Push(1, PAIRS), Push(2, [(0, 0)])])  # nobody has opened the other
     for layer in range(layout.num_layers):
@@ -83,6 +89,7 @@ def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str
     pusher.layer(0)  # of a step that pushes nothing
     assert pusher.close(1) == len(PAIRS) * layout.bytes_per_block(3)
     assert pusher.seconds > 0
+    assert copied == ([3, 1] * len(blocks_of(source)) if connector == "copies" else [])
     for mine, theirs, kept in zip(blocks_of(source), blocks_of(target), before, strict=True):
         for here, there in PAIRS:
             kept[:, there] = mine[:, here]
