@@ -164,12 +164,12 @@ class Disaggregation(Probe):
         return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
 
     def problem(self) -> str:
-        return self._unmoved or validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
+        return self._reason or validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
 
     async def _alone(self, engine: AsyncEngine, variant: str, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
         answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
-        self._served, self._unmoved = _served(answers), _unmoved(variant, answers)
+        self._served, self._reason = _served(answers), _unmoved(variant, answers)
         ttft = stats.median([_ttft(answer) for answer in answers])
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
         if not split:
@@ -202,7 +202,7 @@ class Disaggregation(Probe):
         ]
         answers = await asyncio.gather(*asked)
         self._served = served = _served(answers)
-        self._unmoved = _unmoved(variant, answers)
+        self._reason = _unmoved(variant, answers)
         self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
         for task in streams:
             task.cancel()

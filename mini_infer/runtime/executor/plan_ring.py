@@ -59,12 +59,13 @@ _ROWS, _COUNTS, _SAMPLES, _GROWTHS = map(StepPlan._fields.index, ("req_indices",
 
 
 def _encode(record: Any) -> bytes:
-    """A kind, and the record. Rows alone, which is what most plans are, take marshal half of pickle's time, and half of
-    that again where each has a token and samples."""
+    """A kind, and the record. Rows alone, which is what most plans are, take marshal half of pickle's time. Where each
+    has one token and samples, that goes without saying."""
     plan = record[0] if isinstance(record, tuple) else None
-    if isinstance(plan, StepPlan) and _is_plain(plan):
+    one_a_row = isinstance(plan, StepPlan) and _one_a_row(plan)
+    if isinstance(plan, StepPlan) and _is_plain(plan, one_a_row):
         fields: list[Any] = list(plan)
-        if _one_a_row(plan):
+        if one_a_row:
             fields[_COUNTS] = fields[_SAMPLES] = None
         fields[_GROWTHS] = [tuple(growth) for growth in plan.growths]
         with contextlib.suppress(ValueError):  # something else is in it that is not of Python's own
@@ -72,12 +73,12 @@ def _encode(record: Any) -> bytes:
     return bytes([_PICKLED]) + pickle.dumps(record, protocol=5)
 
 
-def _is_plain(plan: StepPlan) -> bool:
+def _is_plain(plan: StepPlan, one_a_row: bool) -> bool:
     """Made of Python's own: marshal would write a number of NumPy's as bytes. A sum that has one in it is one."""
     if plan.admissions or plan.transfers or plan.pushes or plan.prompt_logprobs:
         return False
     columns = [plan.req_indices, plan.starts, plan.following]
-    if not _one_a_row(plan):
+    if not one_a_row:
         columns += [plan.counts, plan.samples]
     sums = [sum(column) for column in columns]
     sums += [sum(plan.drafts), *map(sum, plan.drafts.values())]
