@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import numpy as np
 
@@ -50,6 +50,11 @@ class SimulatedStep:
     accepted: list[int] | None  # drafts of each row; None: nobody drafts
     pushed: float  # when the other engines have its blocks
 
+    @property
+    def sampling(self) -> list[int]:
+        """Request indices of the rows that get tokens."""
+        return list(compress(self.plan.req_indices, self.plan.samples))
+
 
 class SimulatedExecutor(Executor):
     """
@@ -72,6 +77,7 @@ class SimulatedExecutor(Executor):
     ) -> None:
         self.costs, self.limits, self.clock, self.overlap, self.stages = costs, limits, clock, overlap, stages
         self._free_at = [0.0] * stages
+        self._in_stages: deque[SimulatedStep] = deque(maxlen=stages)
         self._acceptance = None if acceptance is None else Acceptance(acceptance)
         self._copies: deque[tuple[float, int]] = deque()  # (end, transfer id), one after the other
         self._copying_until = 0.0
@@ -90,10 +96,15 @@ class SimulatedExecutor(Executor):
             self._link_free_at = max(self._link_free_at, end, self._free_at[0]) + self.costs.push_s(blocks)
         if plan.req_indices:
             share = self.costs.device_s(Work.of(plan)) / self.stages
+            if self.stages > 1:  # the first one waits for tokens of the last one
+                own = set(plan.req_indices)
+                end = max([end, *(step.end for step in self._in_stages if not own.isdisjoint(step.sampling))])
             for stage, free_at in enumerate(self._free_at):
                 self._free_at[stage] = end = max(free_at, end) + share
         accepted = None if self._acceptance is None else self._acceptance.of(plan)
         self._last = SimulatedStep(plan, end, accepted, max(end, self._link_free_at) if plan.pushes else 0.0)
+        if self.stages > 1:
+            self._in_stages.append(self._last)
         return self._last
 
     def look_ahead(self, ends: list[float], rows: int, contexts: range) -> None:

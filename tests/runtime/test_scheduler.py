@@ -17,7 +17,7 @@ from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate
-from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.runtime.scheduler.scheduler import MOST_SHARE, Scheduler
 from mini_infer.speculative.speculator import NoSpeculation
 
 BLOCK = 4
@@ -51,7 +51,8 @@ class Bench:
         )
         transfer_steps = settings.pop("transfer_steps", 0)
         speculator, follows = settings.pop("speculator", None), settings.pop("follows", False)
-        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark, speculator, follows)
+        stages = settings.pop("stages", 1)
+        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark, speculator, follows, stages)
         self.clock = 0.0
         self.transfer_steps = transfer_steps
         self.transfers: dict[int, int] = {}  # under way, by id: how many bookings until they have ended
@@ -143,6 +144,30 @@ def test_prompt_is_computed_in_chunks_under_the_budget_and_decodes_go_first() ->
     assert (plan.starts, plan.counts, plan.samples) == ([5, 15], [1, 15], [True, True])
     assert b.status is RequestStatus.running
     assert b.num_output_tokens == 1
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_prompts_are_spread_over_the_steps_of_all_stages(stages: int) -> None:
+    """Those that wait, those in progress, and what other stages compute already count; a few tokens are not split."""
+    bench = Bench(stages=stages, max_num_batched_tokens=4096, num_blocks=1024, max_model_len=4096)
+    for name in "abc":
+        bench.add(name, 400)
+    plans = [bench.plan() for _ in range(stages)]
+    assert [plan.num_prefill_tokens for plan in plans] == [1200 // stages] * stages
+    for plan in plans:
+        bench.book(plan)
+    bench.add("d", 100)
+    assert bench.plan().num_prefill_tokens == 100
+    one = Bench(max_num_batched_tokens=4096, num_blocks=1024, max_model_len=4096)
+    one.add("a", 400)
+    assert one.plan().num_prefill_tokens == 400
+
+
+def test_a_pipeline_is_soon_full_however_much_waits() -> None:
+    bench = Bench(stages=2, max_num_batched_tokens=8192, num_blocks=8192, max_model_len=8192)
+    for name in "abc":
+        bench.add(name, 4000)
+    assert [bench.plan().num_prefill_tokens for _ in range(3)] == [MOST_SHARE] * 3
 
 
 def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:

@@ -57,6 +57,15 @@ class WaitingLine:
         """The request whose turn it is."""
         return self._line[0] if self._line else None
 
+    def num_tokens(self, count: int, enough: int) -> int:
+        """Of the first `count` in line; it stops counting at `enough`."""
+        total = 0
+        for request in self._line[:count]:
+            if total >= enough:
+                break
+            total += request.num_tokens
+        return total
+
     def admit_head(self) -> None:
         """Takes out the head; the caller gives it another status."""
         head = self._leave(0)

@@ -18,7 +18,8 @@ planned behind it. What was computed for a request that has meanwhile ended is d
 steps before the booking: what may come next depends on the token in flight.
 
 In a pipeline of several stages as many steps are computed at a time, each with its share of the running requests: one
-that is in another stage sits out.
+that is in another stage sits out. Where steps overlap and nothing else is to be computed, it goes behind itself: its
+token reaches the first stage sooner than the host reads it and plans again.
 
 admission.py has who waits, who is computed, who is next and who gives way; planned_step.py a step's rows, and what its
 tokens do to their requests; prefix_loads.py which prefixes are loaded; elsewhere.py what other engines compute;
@@ -40,6 +41,10 @@ from mini_infer.runtime.scheduler.prefix_loads import PrefixLoads
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 from mini_infer.transfer.protocol import NoReceiver
+
+# Prompt tokens of a step in a pipeline. Fewer take no less time, since all weights are read for them; more are computed
+# no faster, and the stages behind wait longer for the first of them.
+LEAST_SHARE, MOST_SHARE = 128, 2048
 
 
 class Scheduler:
@@ -150,6 +155,8 @@ class Scheduler:
         if following:
             step.mark_following()
         elif prompts:
+            if self._stages > 1 and self.config.chunked_prefill and not self._static:
+                step.budget = min(step.budget, self._even_share(step, beside))
             # Drafts may have taken the blocks that were there for the newcomer.
             self._schedule_prompts(step, self.admission.newcomer() if newcomer and step.num_drafts else newcomer)
         if step.rows and (written := self.kv.tiers.write()) is not None:
@@ -204,7 +211,7 @@ class Scheduler:
         running = self.batch.running
         if self._stages > 1:
             most = min(most, -(-len(running) // self._stages))  # all stages get about as many
-            running = [request for request in running if request not in others]
+            running = [request for request in running if request not in others] or self._behind_themselves(running)
         running = running[:most]
         sit_out: set[Request] = set()
         masked = False
@@ -222,6 +229,11 @@ class Scheduler:
         step.add_decode_rows(running)
         if masked:
             step.masks = {row: r.constraint.mask for row, r in enumerate(running) if r.constraint is not None}
+
+    def _behind_themselves(self, running: list[Request]) -> list[Request]:
+        """Those of `running`, which all are in other stages, that have nobody to leave the first stage to."""
+        in_use = len(self.planned) == self._stages or self.batch.prefilling or self.admission.newcomer() is not None
+        return running if self._follows and not in_use else []
 
     def _grow(self, request: Request, target: int, step: PlannedStep) -> bool:
         """Gives a running request a block for its next token where it needs one, if others must give way for it. False
@@ -243,6 +255,15 @@ class Scheduler:
             step.growths.append(Growth(request.req_index, first, blocks))
         request.look_ahead(self.kv.block_size)
         return True
+
+    def _even_share(self, step: PlannedStep, beside: list[PlannedStep]) -> int:
+        """Prompt tokens for a step that should take each stage as long as those beside it, since whoever is ready first
+        waits: what there is of prompts goes evenly into as many steps as there are stages (as gLLM throttles tokens,
+        arXiv:2504.14775). So all stages compute at a long prompt, too."""
+        there = sum(request.num_tokens - request.num_computed_tokens for request in self.batch.prefilling)
+        there += sum(sum(other.counts[other.num_decode_rows :]) for other in beside)
+        there += self.line.num_tokens(len(self.batch.free_indices), MOST_SHARE * self._stages)
+        return min(MOST_SHARE, max(LEAST_SHARE, -(-there // self._stages)))
 
     def _schedule_prompts(self, step: PlannedStep, newcomer: Newcomer | None) -> None:
         """Prompts in progress and newcomers: in rank order, as far as the budget goes."""
