@@ -39,10 +39,19 @@ class Pairs:
 
 
 class Target:
-    """Where a prompt's blocks go: a connector's end."""
+    """Where a prompt's blocks go: a connector's end.
 
-    def write(self, layer: int, pairs: Pairs) -> int:
-        """Copies blocks of a layer, on the current stream or behind it. Their bytes."""
+    Attributes:
+        group_bytes: layers that are computed wait for others until they are so many bytes together.
+    """
+
+    group_bytes = 0
+
+    def write(self, layers: range, pairs: Pairs) -> int:
+        """Copies blocks of layers, on the current stream or behind it. Their bytes."""
+        return sum(self.write_layer(layer, pairs) for layer in layers)
+
+    def write_layer(self, layer: int, pairs: Pairs) -> int:
         raise NotImplementedError
 
     def settle(self) -> None:
