@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,17 +24,6 @@ class Pairs:
     numbers: Sequence[tuple[int, int]]
     here: Tensor
     there: Tensor
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """The pairs as runs of neighbours on both sides: the first block of each side, and how many."""
-        found: list[tuple[int, int, int]] = []
-        for here, there in sorted(self.numbers):
-            if found and (here, there) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
-                found[-1] = *found[-1][:2], found[-1][2] + 1
-            else:
-                found.append((here, there, 1))
-        return found
 
 
 class Target:

@@ -16,10 +16,8 @@ from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
-from mini_infer.parallel.peer_memory import copy_planes
 from mini_infer.transfer import address, memory, receiver
 from mini_infer.transfer.address import Door, reach
-from mini_infer.transfer.blocks import Pairs
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
 from mini_infer.transfer.nixl import Agent
@@ -434,31 +432,3 @@ def test_a_prompt_stays_where_sending_it_costs_more() -> None:
     while not choice.pays(1000, decoding=0):  # what was learned grows old
         assert choice.num_kept < 100
     assert Choice(always=True).pays(1, decoding=0)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([], []),
-        ([(5, 9), (3, 7), (4, 8), (10, 1)], [(3, 7, 3), (10, 1, 1)]),
-        ([(3, 9), (4, 8)], [(3, 9, 1), (4, 8, 1)]),  # neighbours on both sides, the other way round
-        ([(0, 1), (1, 2), (2, 4)], [(0, 1, 2), (2, 4, 1)]),
-    ],
-)
-def test_runs_of_neighbouring_blocks(pairs: list[tuple[int, int]], expected: list[tuple[int, int, int]]) -> None:
-    nowhere = torch.empty(0)
-    assert Pairs(pairs, nowhere, nowhere).runs == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("peer", [0, 1])
-def test_a_copy_engine_copies_runs_of_planes(peer: int) -> None:
-    if peer >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    source = torch.randint(0, 2**40, (2, 40, 1, 300), device="cuda:0")
-    target = torch.zeros(2, 50, 1, 300, dtype=torch.int64, device=f"cuda:{peer}")
-    copy_planes(target[:, 20:27], source[:, 3:10])
-    torch.cuda.synchronize()
-    expected = torch.zeros_like(target, device="cpu")
-    expected[:, 20:27] = source[:, 3:10].cpu()
-    assert torch.equal(target.cpu(), expected)
