@@ -71,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 class Push(NamedTuple):
-    """Blocks to copy to the engine that a prompt is computed for, layer by layer as the step computes them."""
+    """Blocks to copy to the engine that a prompt is computed for, while the step computes later layers."""
 
     transfer_id: int
     pairs: list[tuple[int, int]]  # (block here, block there)

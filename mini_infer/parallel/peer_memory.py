@@ -161,42 +161,6 @@ def copy_to(address: int, x: Tensor, flag: int, number: int, stream: torch.cuda.
     return lambda: torch.cuda.current_stream(x.device).wait_event(sent)
 
 
-def copy_planes(target: Tensor, source: Tensor) -> None:
-    """One copy on the device's current stream, by a copy engine where `target` is another GPU's memory: both are
-    [planes, ...], each plane contiguous and less than 2 GiB behind the last one."""
-    handle = ctypes.c_void_p(torch.cuda.current_stream(source.device).cuda_stream)
-    copy = _Copy2D(
-        srcMemoryType=_UNIFIED,
-        srcDevice=source.data_ptr(),
-        srcPitch=source.stride(0) * source.itemsize,
-        dstMemoryType=_UNIFIED,
-        dstDevice=target.data_ptr(),
-        dstPitch=target.stride(0) * target.itemsize,
-        WidthInBytes=source[0].nbytes,
-        Height=len(source),
-    )
-    _driver("cuMemcpy2DAsync_v2", ctypes.byref(copy), handle)
-
-
-class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D
-    _fields_ = [
-        (f"{end}{name}", kind)
-        for end in ("src", "dst")
-        for name, kind in (
-            ("XInBytes", ctypes.c_size_t),
-            ("Y", ctypes.c_size_t),
-            ("MemoryType", ctypes.c_uint),
-            ("Host", ctypes.c_void_p),
-            ("Device", ctypes.c_uint64),
-            ("Array", ctypes.c_void_p),
-            ("Pitch", ctypes.c_size_t),
-        )
-    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
-
-
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says which device's it is
-
-
 class _Handle(ctypes.Structure):  # CUipcMemHandle
     _fields_ = [("words", ctypes.c_int64 * 8)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,23 +25,21 @@ class Pairs:
     here: Tensor
     there: Tensor
 
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """The pairs as runs of neighbours on both sides: the first block of each side, and how many."""
-        found: list[tuple[int, int, int]] = []
-        for here, there in sorted(self.numbers):
-            if found and (here, there) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
-                found[-1] = *found[-1][:2], found[-1][2] + 1
-            else:
-                found.append((here, there, 1))
-        return found
-
 
 class Target:
-    """Where a prompt's blocks go: a connector's end."""
+    """Where a prompt's blocks go: a connector's end.
 
-    def write(self, layer: int, pairs: Pairs) -> int:
-        """Copies blocks of a layer, on the current stream or behind it. Their bytes."""
+    Attributes:
+        group_bytes: layers that are computed wait for others until they are so many bytes together.
+    """
+
+    group_bytes = 0
+
+    def write(self, layers: range, pairs: Pairs) -> int:
+        """Copies blocks of layers, on the current stream or behind it. Their bytes."""
+        return sum(self.write_layer(layer, pairs) for layer in layers)
+
+    def write_layer(self, layer: int, pairs: Pairs) -> int:
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -161,7 +161,7 @@ class NixlTarget(Target):
         self._writes: list[Future[float]] = []
         self._lost: OSError | None = None
 
-    def write(self, layer: int, pairs: Pairs) -> int:
+    def write_layer(self, layer: int, pairs: Pairs) -> int:
         parts = self._link.rows(layer, pairs.numbers)
         computed = None
         if pairs.here.is_cuda:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,9 +33,22 @@ class _Open:
     laps: list[tuple[Any, Any]] = field(default_factory=list)  # on a GPU: events around copies
 
 
+@dataclass
+class _Pushed:
+    """Blocks of the step that are copied."""
+
+    transfer: _Open
+    pairs: Pairs
+    first: int = 0  # of the layers that are not on their way
+
+
 class Pusher:
-    """Copies what a step computes to other engines, each layer as soon as it is there, beside the layers that follow.
-    Each rank has one.
+    """Copies what a step computes to other engines, beside the layers that follow: a layer as soon as it is there, or a
+    group of them as soon as its last one is, where copies have a cost of their own (Target.group_bytes). Each rank has
+    one.
+
+        computed   0   1   2   3   4   5   6   7   8   9
+        copied                     | 0 - 3 |       | 4 - 7 | 8 9 |
 
     connect(link, ...)  to an engine that asks
     open(id, link, ...) a transfer to it
@@ -53,7 +67,10 @@ class Pusher:
         self._stream = SideStream(self._device, urgent=True) if self._on_gpu else AtOnce()
         self._ends: dict[int, MemoryTarget | NixlLink | Link] = {}  # by the number of a link
         self._open: dict[int, _Open] = {}
-        self._step: list[tuple[_Open, Pairs]] = []
+        self._step: list[_Pushed] = []
+        block_size, layers = holding.store.block_size, holding.store.layout.layers
+        of_layers = (block_size * sum(plane.bytes_per_token for plane in planes) for planes in layers)
+        self._bytes = [0, *accumulate(of_layers)]  # of a block, in the layers before each and in all of them
         self._last: Any = None  # an event
         self.seconds = 0.0
 
@@ -112,29 +129,35 @@ class Pusher:
         for push in pushes:
             opened = self._open.get(push.transfer_id)
             if opened is not None and push.pairs:  # else it has ended meanwhile
-                numbers = torch.tensor(push.pairs, pin_memory=self._on_gpu)
-                here, there = numbers.to(self._device, non_blocking=True).T.contiguous()
-                self._step.append((opened, Pairs(push.pairs, here, there)))
+                numbers = torch.tensor(tuple(zip(*push.pairs, strict=True)), pin_memory=self._on_gpu)
+                here, there = numbers.to(self._device, non_blocking=True)
+                self._step.append(_Pushed(opened, Pairs(push.pairs, here, there)))
 
     def layer(self, layer: int) -> None:
-        if self._step:
-            self._last = self._stream.run(lambda: self._push(layer))
-            for transfer, *_ in self._step:
-                transfer.last = self._last
+        due = [pushed for pushed in self._step if self._is_due(pushed, layer + 1)]
+        if due:
+            self._last = self._stream.run(lambda: self._push(due, layer + 1))
+            for pushed in due:
+                pushed.transfer.last, pushed.first = self._last, layer + 1
 
     def end(self) -> Any:
         """None where nothing was copied."""
-        pushed, self._step = self._step, []
-        for _, pairs in pushed:
-            self._stream.uses(pairs.here)
-            self._stream.uses(pairs.there)
-        return self._last if pushed else None
+        step, self._step = self._step, []
+        for pushed in step:
+            self._stream.uses(pushed.pairs.here)
+            self._stream.uses(pushed.pairs.there)
+        return self._last if step else None
 
-    def _push(self, layer: int) -> None:
-        for transfer, pairs in self._step:
+    def _is_due(self, pushed: _Pushed, end: int) -> bool:
+        """Whether the layers before `end` that are not on their way are a group."""
+        waiting = len(pushed.pairs.numbers) * (self._bytes[end] - self._bytes[pushed.first])
+        return waiting >= pushed.transfer.target.group_bytes or end == len(self._bytes) - 1
+
+    def _push(self, due: Sequence[_Pushed], end: int) -> None:
+        for pushed in due:
             lap = self._lap()
-            transfer.num_bytes += transfer.target.write(layer, pairs)
-            lap(transfer)
+            pushed.transfer.num_bytes += pushed.transfer.target.write(range(pushed.first, end), pushed.pairs)
+            lap(pushed.transfer)
 
     def _lap(self) -> Callable[[_Open], None]:
         if not self._on_gpu:

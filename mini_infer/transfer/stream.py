@@ -18,7 +18,7 @@ class StreamTarget(Target):
     def __init__(self, link: Link, transfer_id: int, store: KVStore) -> None:
         self._link, self._transfer_id, self._store = link, transfer_id, store
 
-    def write(self, layer: int, pairs: Pairs) -> int:
+    def write_layer(self, layer: int, pairs: Pairs) -> int:
         data, done = gather(words_of(self._store, layer), pairs.here), None
         if data.is_cuda:
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)

@@ -16,12 +16,10 @@ from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
-from mini_infer.parallel.peer_memory import copy_planes
 from mini_infer.transfer import address, memory, receiver
 from mini_infer.transfer.address import Door, reach
-from mini_infer.transfer.blocks import Pairs
 from mini_infer.transfer.link import Link
-from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator, whole_blocks
+from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
 from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
 from mini_infer.transfer.pusher import LOST, Pusher
@@ -54,14 +52,14 @@ def filled(layout: KVLayout, num_blocks: int, allocate: Any = None) -> KVStore:
     return store
 
 
-@pytest.mark.parametrize("connector", ["memory", "copies", "stream", "nixl"])
+@pytest.mark.parametrize("connector", ["memory", "kernel", "stream", "nixl"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_blocks_arrive_and_nothing_else_changes(
     layout: KVLayout, connector: str, nixl: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`copies`: memory, by runs of neighbouring blocks as a copy engine takes them."""
-    copied = list[int]()
-    monkeypatch.setattr(memory, "copy_planes", lambda there, here: copied.append(here.shape[1]) or there.copy_(here))
+    """`kernel`: memory, as GPUs copy to it."""
+    if connector == "kernel":
+        copy_by_the_kernel(monkeypatch)
     allocate = SharedAllocator(CPU)
     source, target = filled(layout, 6), filled(layout, 9, allocate)
     before = [tensor.clone() for tensor in blocks_of(target)]
@@ -80,7 +78,6 @@ def test_blocks_arrive_and_nothing_else_changes(
         pusher.send_by(5, Direct())  # type: ignore[arg-type]
     else:
         assert pusher.connect(5, [allocate.shared(share, 9)])
-        pusher._ends[5]._copies = connector == "copies"  # type: ignore[union-attr]
     pusher.open(1, 5, 1)
     pusher.begin([Push(1, PAIRS), Push(2, [(0, 0)])])  # nobody has opened the other
     for layer in range(layout.num_layers):
@@ -89,11 +86,79 @@ def test_blocks_arrive_and_nothing_else_changes(
     pusher.layer(0)  # of a step that pushes nothing
     assert pusher.close(1) == len(PAIRS) * layout.bytes_per_block(3)
     assert pusher.seconds > 0
-    assert copied == ([3, 1] * len(blocks_of(source)) if connector == "copies" else [])
     for mine, theirs, kept in zip(blocks_of(source), blocks_of(target), before, strict=True):
         for here, there in PAIRS:
             kept[:, there] = mine[:, here]
         assert torch.equal(theirs, kept)
+
+
+def copy_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted here")
+    from mini_infer.kernels.push_blocks import PlaneCopies
+
+    monkeypatch.setattr(memory, "plane_copies", lambda device: PlaneCopies)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_layers_go_in_groups_of_so_many_bytes(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is on its way when its last layer is there, of each transfer by itself; the step's last one may be
+    smaller. Blocks of a layer that is not computed yet stay where they are."""
+    if kernel:
+        copy_by_the_kernel(monkeypatch)
+    layout = KVLayout.of_heads(7, 2, 8, torch.float32)
+    allocate = SharedAllocator(CPU)
+    source, target = filled(layout, 64), filled(layout, 80, allocate)
+    ours, theirs = (store.tensors[0].view(torch.int32) for store in (source, target))
+    before, share = theirs.clone(), Share(0, 7)
+    pusher = Pusher(Holding(source, 0, [share]))
+    assert pusher.connect(5, [allocate.shared(share, 80)])
+    launched = list[tuple[int, int]]()
+    copies = memory.plane_copies(CPU)
+    push = copies.push
+    monkeypatch.setattr(
+        copies, "push", lambda own, first, end, *pairs: launched.append((first, end)) or push(own, first, end, *pairs)
+    )
+    here, there = torch.randperm(64), torch.randperm(80)
+    pairs = list(zip(here.tolist(), there.tolist(), strict=False))
+    chunks = {1: pairs[:30], 2: pairs[30:45]}
+    monkeypatch.setattr(MemoryTarget, "group_bytes", 30 * 3 * layout.bytes_per_block(3) // 7)
+    for transfer in chunks:
+        pusher.open(transfer, 5, transfer)
+    pusher.begin([Push(transfer, own) for transfer, own in chunks.items()])
+    of_step = [[], [], [(0, 6)], [], [], [(6, 12), (0, 12)], [(12, 14), (12, 14)]]  # planes: two of each layer
+    arrived = {0: 0, 1: 0, 2: 3, 3: 3, 4: 3, 5: 6, 6: 7}
+    for layer, expected in enumerate(of_step):
+        launched.clear()
+        pusher.layer(layer)
+        assert launched == expected
+        first = chunks[1][0]
+        moved = (theirs[:, :, first[1]] == ours[:, :, first[0]]).flatten(1).all(1)
+        assert moved.tolist() == [each < arrived[layer] for each in range(7)]
+    assert pusher.end() is not None
+    for transfer, own in chunks.items():
+        assert pusher.close(transfer) == len(own) * layout.bytes_per_block(3)
+    before[:, :, there[:45]] = ours[:, :, here[:45]]
+    assert torch.equal(theirs, before)
+
+
+def test_a_socket_has_each_layer_before_the_next_is_computed() -> None:
+    layout = LAYOUTS["keys and values"]
+    sent = list[int]()
+
+    class Counts:
+        def send(self, message: Message, payload: Any, ready: Any) -> None:
+            assert isinstance(message, Blocks)
+            sent.append(message.layer)
+
+    pusher = Pusher(Holding(filled(layout, 6), 0, [Share(0, 3)]))
+    pusher.send_by(5, Counts())  # type: ignore[arg-type]
+    pusher.open(1, 5, 1)
+    pusher.begin([Push(1, PAIRS)])
+    for layer in range(3):
+        pusher.layer(layer)
+        assert sent == list(range(layer + 1))
 
 
 def test_memory_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,39 +432,3 @@ def test_a_prompt_stays_where_sending_it_costs_more() -> None:
     while not choice.pays(1000, decoding=0):  # what was learned grows old
         assert choice.num_kept < 100
     assert Choice(always=True).pays(1, decoding=0)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([], []),
-        ([(5, 9), (3, 7), (4, 8), (10, 1)], [(3, 7, 3), (10, 1, 1)]),
-        ([(3, 9), (4, 8)], [(3, 9, 1), (4, 8, 1)]),  # neighbours on both sides, the other way round
-        ([(0, 1), (1, 2), (2, 4)], [(0, 1, 2), (2, 4, 1)]),
-    ],
-)
-def test_runs_of_neighbouring_blocks(pairs: list[tuple[int, int]], expected: list[tuple[int, int, int]]) -> None:
-    nowhere = torch.empty(0)
-    assert Pairs(pairs, nowhere, nowhere).runs == expected
-
-
-def test_what_a_copy_engine_can_copy() -> None:
-    of_tokens = torch.zeros(2, 7, 16, 2, 8)
-    assert whole_blocks(of_tokens.flatten(2)[:, :, None])
-    assert whole_blocks(of_tokens[:, 2:5].flatten(3))
-    assert not whole_blocks(of_tokens[:, :, :, :1].flatten(3)), "one head of each token"
-    assert not whole_blocks(torch.empty(2, 2**25, 1, 16, device="meta")), "planes of 2 GiB"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("peer", [0, 1])
-def test_a_copy_engine_copies_runs_of_planes(peer: int) -> None:
-    if peer >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
-    source = torch.randint(0, 2**40, (2, 40, 1, 300), device="cuda:0")
-    target = torch.zeros(2, 50, 1, 300, dtype=torch.int64, device=f"cuda:{peer}")
-    copy_planes(target[:, 20:27], source[:, 3:10])
-    torch.cuda.synchronize()
-    expected = torch.zeros_like(target, device="cpu")
-    expected[:, 20:27] = source[:, 3:10].cpu()
-    assert torch.equal(target.cpu(), expected)
