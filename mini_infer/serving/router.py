@@ -22,8 +22,9 @@ from mini_infer.core.config import CacheConfig, RouterPolicy
 
 CHUNK_TOKENS = 64  # about: in whole blocks of the cache
 MOST_CHUNKS = 65_536  # that are remembered of a replica: 4 million tokens
-# A replica with more requests than this, against the one with the fewest, gets none for the sake of its cache.
-OVERLOAD_RATIO, OVERLOAD_REQUESTS = 1.5, 8
+# A replica with more requests than this, against the one with the fewest, gets none for the sake of its cache. Requests
+# end in waves, so that one of two equal replicas has for a moment half of what the other has.
+OVERLOAD_RATIO, OVERLOAD_REQUESTS = 3.0, 8
 
 Chain: TypeAlias = Sequence[int]  # of a prompt's whole chunks: each hash stands for all tokens up to its chunk's end
 
