@@ -24,6 +24,7 @@ from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copie
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
+from experiments.lab.kernels.push import KVPush
 from experiments.lab.measure import ceilings, rounds
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.peers.settings import PeerSettings
@@ -48,6 +49,7 @@ CASES: dict[str, type[Case]] = {
         PrefillAttention,
         MLADecode,
         MoELayer,
+        KVPush,
     )
 }
 METRICS = {

@@ -1,8 +1,9 @@
 """KV blocks into memory that a kernel writes to by its address: another GPU's, over NVLink where there is any, or that
 of another process. One launch takes blocks of many planes, such as keys and values of several layers.
 
-What a link carries at once is its rate times its latency: of two H200s 395 GB/s, at 2 us 0.8 MB. A few programs with
-32 KiB under way each are as much, and leave the other multiprocessors to the step beside which they copy.
+What a link carries at once is its rate times its latency: of two H200s 395 GB/s, at 2 us 0.8 MB. 48 programs with 32
+KiB under way each have twice that, and brought 28 layers of 4,096 tokens over at 355 GB/s (24 programs: 332). Beside
+products they waited no longer for multiprocessors, and cost these no more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE_WORDS = 4096  # that a program has under way: 32 KiB
-_PROGRAMS = 24
+_PROGRAMS = 48
 
 
 @dataclass(frozen=True)

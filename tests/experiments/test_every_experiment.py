@@ -164,6 +164,10 @@ OWN = {
         "experiment.sweeps=[{case: moe_layer, "
         "shapes: {tokens: [3], experts: [4], chosen: [2], hidden: [16], inner: [8]}}]",
     ],
+    "kv_push": [
+        *(option for option in KERNELS if option != "~experiment.variants.triton"),
+        "experiment.sweeps=[{case: kv_push, shapes: {tokens: [40], layers: [3], kv_heads: [2], head_size: [8]}}]",
+    ],
     "attention_backends": [
         *KERNELS,
         "experiment.sweeps=[{case: prefill, shapes: {heads: ['4/2'], length: [40], queries: [24], head_dim: [16]}},"

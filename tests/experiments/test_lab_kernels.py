@@ -21,6 +21,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
+from mini_infer.transfer.memory import MemoryTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ SMALL = {
     "gemv": {"rows": 2, "out": 24, "in": 32},
     "moe_layer": {"tokens": 5, "routing": "zipf", "experts": 6, "chosen": 2, "hidden": 32, "inner": 16},
     "mla_decode": {"heads": 4, "batch": 3, "length": 50, "rank": 16, "rope_dim": 8, "block_size": 16},
+    "kv_push": {"tokens": 37, "layers": 5, "kv_heads": 2, "head_size": 8, "block_size": 4},
     "decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
     "prefill": {"heads": "4/2", "batch": 2, "length": 50, "queries": 20, "head_dim": 16},
 }
@@ -100,6 +102,18 @@ def test_sdpa_stays_near_the_reference(case, changes):
     assert not implementation.graph_safe
     assert found.error(implementation.run(0)) < 1e-5
     assert found.error(found.implementation("sdpa").run(1)) > 0.1  # the second set of inputs is another one
+
+
+@pytest.mark.parametrize("variant", CASES["kv_push"].variants)
+def test_blocks_of_all_layers_arrive(variant, monkeypatch):
+    monkeypatch.setattr(MemoryTarget, "group_bytes", 5000)  # of two layers' 2,560 bytes each
+    found = made("kv_push", torch.bfloat16)
+    implementation = found.implementation(variant)
+    assert found.work.bytes == 5 * 2 * 10 * 4 * 2 * 8 * 2
+    assert found.error(implementation.run(0)) == 0
+    assert found.error(implementation.run(1)) > 0.1, "the second set of inputs is another one"
+    found.implementation(variant)
+    assert found.error((found._there[0], *implementation.run(1)[1:])) == 1, "nothing was sent yet"
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "one"])

@@ -1,0 +1,90 @@
+"""KV blocks of all layers into another engine's memory (mini_infer/transfer/memory.py), by tokens: with two GPUs into the
+other one's, over NVLink where there is any. Blocks lie scattered on both sides.
+
+Bytes are those that arrive. Nothing is computed beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from experiments.lab.kernels.case import Case, Implementation, Work, row_error, worst
+from mini_infer.transfer.memory import MemoryTarget, plane_copies
+
+AT_ONCE, GROUPS, BY_LAYER, COPIES = "at_once", "groups", "by_layer", "copies"
+WORD = torch.int64  # that kernels move
+FREE = 2  # times the blocks that go: the others are those of other requests
+
+_Sent: TypeAlias = tuple[Tensor, Tensor, Tensor]  # all blocks there, which ones were sent, and where they are there
+
+
+class KVPush(Case):
+    """Of Qwen2.5-7B's layers unless said."""
+
+    name = "kv_push"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "tokens": None,
+        "layers": 28,
+        "kv_heads": 4,
+        "head_size": 128,
+        "block_size": 16,
+    }
+    variants = (BY_LAYER, GROUPS, AT_ONCE, COPIES)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        tokens, size = self.shape["tokens"], self.shape["block_size"]
+        self._blocks = -(-tokens // size)
+        self._block_bytes = size * self.shape["kv_heads"] * self.shape["head_size"] * self.dtype.itemsize
+        self._planes = 2 * self.shape["layers"]  # keys, and values
+
+    @property
+    def work(self) -> Work:
+        return Work(self._planes * self._blocks * self._block_bytes)
+
+    def allocate(self, copies: int) -> None:
+        target = self.device
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            own = torch.cuda.current_device()
+            target = torch.device("cuda", (own + 1) % torch.cuda.device_count())
+        shape = self._planes, FREE * self._blocks, 1, self._block_bytes // WORD.itemsize
+        self._here = [torch.randint(2**40, shape, device=self.device, dtype=WORD) for _ in range(copies)]
+        self._there = [torch.empty(shape, device=target, dtype=WORD) for _ in range(copies)]
+        for here, there in zip(self._here, self._there, strict=True):
+            there.copy_(here)  # after which kernels may write there, too
+        self._from, self._to = (torch.randperm(shape[1], device=self.device)[: self._blocks] for _ in range(2))
+
+    def implementation(self, variant: str) -> Implementation:
+        for there in self._there:
+            there.zero_()
+        if variant == COPIES:
+            return Implementation(self._copy, graph_safe=False)  # which two devices' streams wait for
+        make = plane_copies(self.device)
+        copies = [make(list(zip(*both, strict=True))) for both in zip(self._here, self._there, strict=True)]
+        layer_bytes = 2 * self._blocks * self._block_bytes
+        layers = {BY_LAYER: 1, GROUPS: -(-MemoryTarget.group_bytes // layer_bytes), AT_ONCE: self._planes}[variant]
+        starts = range(0, self._planes, 2 * layers)
+
+        def run(copy: int) -> _Sent:
+            for start in starts:
+                copies[copy].push(start, min(start + 2 * layers, self._planes), self._from, self._to)
+            return self._there[copy], self._from, self._to
+
+        return Implementation(run)
+
+    def _copy(self, copy: int) -> _Sent:
+        """As many blocks that are neighbours, by a copy engine: a copy a plane."""
+        here, there = self._here[copy], self._there[copy]
+        for plane in range(self._planes):
+            there[plane, : self._blocks].copy_(here[plane, : self._blocks], non_blocking=True)
+        first = torch.arange(self._blocks, device=self.device)
+        return there, first, first
+
+    def error(self, output: _Sent) -> float:
+        there, sent, arrived = output
+        found = there[:, arrived.to(there.device)].to(self.device)
+        return worst(row_error(one, other) for one, other in zip(found, self._here[0][:, sent], strict=True))
