@@ -2,6 +2,8 @@
 project's folder: python ops/compile.py
 """
 
+from pathlib import Path
+
 from mypyc.build import mypycify
 from setuptools import setup
 
@@ -17,6 +19,9 @@ MODULES = """
     simulation/ahead simulation/cluster simulation/executor simulation/replica
 """
 
-files = [f"mini_infer/{module}.py" for module in MODULES.split()]
+PACKAGE = Path("mini_infer")
+sources = [f"{module}.py" for module in MODULES.split()]
+files = [str(PACKAGE / source) for source in sources]
 compiled = mypycify(["--follow-imports=silent", *files], group_name="mini_infer.compiled")
 setup(ext_modules=compiled, script_args=["build_ext", "--inplace"])
+(PACKAGE / ".compiled").write_text("\n".join(sources), encoding="utf-8")  # mini_infer/core/compiled.py reads it

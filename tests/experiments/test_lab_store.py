@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show.pages import report_page
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store import provenance
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Provenance, Result, RunInfo, Sample, StoreError
 from experiments.lab.store.rows import Row
@@ -250,15 +248,3 @@ def test_a_run_is_named_by_what_was_changed():
     assert store.run_name({"workload.seed": "2", "measure.seed": "1"}) == "measure.seed=1,workload.seed=2"
     assert store.run_name({"workload.path": "../a b/c"}) == "path=.._a_b_c"
     assert store.slug("../90 % shared") == "90_shared"
-
-
-def test_a_compiled_module_that_is_older_than_its_source_is_a_change(tmp_path: Path) -> None:
-    source, module = tmp_path / "plan.py", tmp_path / "plan.cpython-311-x86_64-linux-gnu.so"
-    module.touch()
-    assert not provenance._is_old(module), "what modules share has no source"
-    source.touch()
-    os.utime(source, (0, 0))
-    assert not provenance._is_old(module)
-    os.utime(module, (0, 0))
-    os.utime(source, (1, 1))
-    assert provenance._is_old(module)

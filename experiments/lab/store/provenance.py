@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mini_infer
+from mini_infer.core import compiled
 
 PACKAGES = ("torch", "transformers", "numpy")
 WRITTEN = ("results", "reports", "conf/hardware", "conf/costs", "README.md")  # by runs
@@ -34,27 +35,16 @@ def commit(root: Path) -> str | None:
 
 
 def is_clean(root: Path) -> bool | None:
-    """Whether the tree equals the commit. What runs themselves write, results, reports and ceilings, is left aside;
-    what `make compiled` has made belongs to it, and is not to be older than its source."""
+    """Whether the tree equals the commit. What runs themselves write, results, reports and ceilings, is left aside."""
     changes = git(root, "status", "--porcelain", "--", ".", *(f":(exclude){folder}" for folder in WRITTEN))
-    return None if changes is None else not (changes or any(_is_old(module) for module in _compiled()))
+    return None if changes is None else not changes
 
 
 def versions() -> dict[str, str]:
     own = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
-    if _compiled():
+    if compiled.sources():
         own["compiled by"] = "mypyc"
     return own | {package: importlib.metadata.version(package) for package in PACKAGES}
-
-
-def _compiled() -> list[Path]:
-    """Modules of the package that Python takes instead of their sources."""
-    return sorted(Path(mini_infer.__file__).parent.rglob("*.so"))
-
-
-def _is_old(module: Path) -> bool:
-    source = module.with_name(f"{module.name.partition('.')[0]}.py")
-    return source.is_file() and module.stat().st_mtime < source.stat().st_mtime
 
 
 def git(folder: Path, *arguments: str) -> str | None:
