@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mini_infer.core.compiled import require_current
 from mini_infer.core.openmp import waiting_asleep
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+require_current()
 if "torch" not in sys.modules:  # it reads this once, when it is loaded
     os.environ.update(waiting_asleep(os.environ))
 

@@ -32,10 +32,11 @@ LOOKED_AHEAD = 32  # steps at a time: a request may come any moment, and then wh
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
-def _hash_blocks(parent: int | str, tokens: Sequence[int], size: int) -> list[int]:
-    """As KVManager's, a third of its time: no prompt comes from somebody who would make two of one hash."""
-    chained = hash(tuple(parent.encode())) if isinstance(parent, str) else parent
-    return [chained := hash((chained, block)) for block in zip(*[iter(tokens)] * size, strict=True)]
+def _hash_blocks(parent: bytes | str, tokens: Sequence[int], size: int) -> list[bytes]:
+    """As KVManager's, in less time: no prompt comes from somebody who would make two of one hash."""
+    chained = parent.encode() if isinstance(parent, str) else parent
+    blocks = zip(*[iter(tokens)] * size, strict=True)
+    return [chained := hash((chained, block)).to_bytes(8, "little", signed=True) for block in blocks]
 
 
 def _no_weights() -> Any:

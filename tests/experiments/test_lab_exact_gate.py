@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import replaces_methods
 
 from experiments.lab.judge import exact_gate
 from experiments.lab.judge.exact_gate import ExactGate
@@ -184,6 +185,7 @@ FAULTS: dict[Any, str] = {  # and the variant that has it
 NEEDS_LONG = {_freed_early, _skipped, _blocks_come_back_in_other_places}  # prompts in chunks, or memory that gets short
 
 
+@replaces_methods
 @pytest.mark.parametrize(("fault", "variant"), FAULTS.items())
 def test_a_planted_fault_is_found(gate: ExactGate, monkeypatch: pytest.MonkeyPatch, fault: Any, variant: str) -> None:
     """By some of the probes, and so by all."""
@@ -232,6 +234,7 @@ def test_own_requests_are_answered_as_alone(gate: ExactGate) -> None:
     assert (found.point, found.total_tokens) == ("a point", 2 * 5 * 8)
 
 
+@replaces_methods
 @pytest.mark.parametrize(
     "fault", [_orphaned, _skipped, _turned, _beyond_top_k, _drawn_by_company, _neighbours_logprobs]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from compiled import replaces_methods
 from integrity import check_scheduler
 
 from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
@@ -528,6 +529,7 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
     assert not any(record.failed for record in engine.records)
 
 
+@replaces_methods
 @pytest.mark.parametrize("method", ["schedule", "update"])
 def test_error_in_the_bookkeeping_ends_everything_and_starts_anew(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, method: str

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 from file_names import FileNames
@@ -734,7 +733,9 @@ def test_rows_follow_drafts_of_the_step_before_and_not_their_own() -> None:
     step = PlannedStep(3, 0.0, 100)
     #                   tokens in flight, and how many of them are this step's
     in_flight = {"drafted before": (3 + 1, 1), "drafts now alone": (3, 3), "both": (6, 3), "one before": (1 + 3, 3)}
-    step.rows = [SimpleNamespace(num_in_flight=tokens) for tokens, _ in in_flight.values()]  # type: ignore[misc]
+    step.rows = [Request(name, [1], SamplingParams(), max_total_tokens=9) for name in in_flight]
+    for request, (tokens, _) in zip(step.rows, in_flight.values(), strict=True):
+        request.num_in_flight = tokens
     step.counts = [own for _, own in in_flight.values()]
     step.mark_following()
     assert [list(in_flight)[row] for row in step.following] == ["drafted before", "both"]

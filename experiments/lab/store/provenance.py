@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mini_infer
+from mini_infer.core import compiled
 
 PACKAGES = ("torch", "transformers", "numpy")
 WRITTEN = ("results", "reports", "conf/hardware", "conf/costs", "README.md")  # by runs
@@ -41,6 +42,8 @@ def is_clean(root: Path) -> bool | None:
 
 def versions() -> dict[str, str]:
     own = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
+    if compiled.sources():
+        own["compiled by"] = "mypyc"
     return own | {package: importlib.metadata.version(package) for package in PACKAGES}
 
 

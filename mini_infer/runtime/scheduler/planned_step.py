@@ -22,15 +22,20 @@ class PlannedStep:
     short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
     last_transfer = 0  # that was planned by then
     promised = 0  # blocks that will be free soon, and for whom is settled
-    logprobs_left = LOGPROBS_A_STEP
-    num_decode_rows = num_drafts = 0
-    prefix_queried_tokens = prefix_hit_tokens = host_hit_tokens = disk_hit_tokens = 0
-    keeps_up = awaits_transfers = False
+    num_decode_rows = 0
+    num_drafts = 0
+    prefix_queried_tokens = 0
+    prefix_hit_tokens = 0
+    host_hit_tokens = 0
+    disk_hit_tokens = 0
+    keeps_up = False
+    awaits_transfers = False
 
     def __init__(self, step: int, now: float, budget: int) -> None:
         self.step = step
         self.now = now
         self.budget = budget
+        self.logprobs_left = LOGPROBS_A_STEP
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
         self.req_indices: list[int] = []
