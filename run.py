@@ -12,7 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import catalog, schema, sweep, typed, variants
+from experiments.lab import catalog, interrupts, schema, sweep, typed, variants
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -36,7 +36,7 @@ def job(config: DictConfig) -> None:
 
 def main() -> None:
     # A scheduler's time limit, or `timeout`, is an interrupt as well: what was measured is kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.listen(signal.SIGTERM)
     try:
         first = next(iter(sys.argv[1:]), "")
         if first in COMMANDS:

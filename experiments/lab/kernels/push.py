@@ -1,4 +1,4 @@
-"""KV blocks of all layers into another engine's memory (mini_infer/transfer/memory.py), by tokens: with two GPUs into the
+"""KV blocks of all layers into another engine's memory (mini_infer/transfer/memory.py), by tokens: of two GPUs into the
 other one's, over NVLink where there is any. Blocks lie scattered on both sides.
 
 Bytes are those that arrive. Nothing is computed beside.

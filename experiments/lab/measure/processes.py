@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, schema
+from experiments.lab import axes, interrupts, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
-from experiments.lab.show.progress import Steps, keep_interrupts
+from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE
@@ -178,7 +178,7 @@ class _Relay(Steps):
         self._connection.send(("plan", (total,)))
 
     def next(self, what: str) -> None:
-        keep_interrupts()
+        interrupts.keep()
         self._told = time.monotonic()
         self._connection.send(("next", (what,)))
 
@@ -191,8 +191,7 @@ class _Relay(Steps):
 
 def _child(connection: Connection, *packed: Any) -> None:
     os.setsid()
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
-        signal.signal(stop, signal.default_int_handler)
+    interrupts.listen(*interrupts.STOPS)
     _answer(connection, *packed)
 
 

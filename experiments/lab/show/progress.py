@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from experiments.lab import interrupts
 
 TOLD_S = 5.0  # from one word about a pass under way to the next
 
@@ -56,7 +56,7 @@ class Steps:
 
     def next(self, what: str) -> None:
         """A step begins; the one before it is done."""
-        keep_interrupts()
+        interrupts.keep()
         if self._processes > 1:
             what = f"process {self._process + 1} of {self._processes}, {what}"
         self._bar.update(self._task, completed=self._done)
@@ -97,13 +97,3 @@ class Steps:
             self._bar.update(self._task, description=text, refresh=True)
         else:
             print(before + text, file=sys.stderr, flush=True)
-
-
-def keep_interrupts() -> None:
-    """Sees to it that Ctrl-C and SIGTERM still raise KeyboardInterrupt, after which what was measured is kept, where
-    they do so for Python. A compiler's library (LLVM, in Triton) takes them for itself when it first compiles, and from
-    then on they would just end the process."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is signal.default_int_handler:
-                signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,38 @@
+"""Ctrl-C, SIGTERM and a time limit's signal as KeyboardInterrupt, after which what was measured is kept."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+
+STOPS = signal.SIGINT, signal.SIGTERM
+SAME_S = 1.0  # within which a second signal is the same stop
+_last = float("-inf")
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """A handler. `timeout` and others signal a process and then its group, which it is in: the second time would end
+    what keeps the findings of the first."""
+    global _last
+    before, _last = _last, time.monotonic()
+    if _last - before > SAME_S:
+        raise KeyboardInterrupt
+
+
+def listen(*also: signal.Signals) -> None:
+    """Has signals that would raise KeyboardInterrupt handled by `stop`, and those in `also`. Those that are ignored, as
+    in a shell's background jobs, stay so."""
+    for number in STOPS:
+        if number in also or signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, stop)
+
+
+def keep() -> None:
+    """A compiler's library (LLVM, in Triton) takes signals for itself when it first compiles. From then on they would
+    just end the process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPS:
+            if signal.getsignal(number) is stop:
+                signal.signal(number, stop)
