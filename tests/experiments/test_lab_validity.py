@@ -171,6 +171,16 @@ def test_an_end_that_was_read_late_makes_no_step_too_fast():
     assert validity.late_readings(late) == 1 / 7
 
 
+def test_of_a_pipeline_more_ends_may_have_been_read_late():
+    """Two stages, three steps under way: the host read the end of the third step as it had launched a long one."""
+    ends = [0.2, 0.4, 0.95, 0.99, 1.0, 1.2]
+    assert validity.faster_than_possible(evidence(records=steps(*ends, update_s=0.0), floors_s=[0.2] * 6))
+    two = evidence(records=steps(*ends, update_s=0.0), floors_s=[0.2] * 6, stages=2)
+    assert validity.faster_than_possible(two) == ""
+    scaled = evidence(records=steps(*(0.1 * (i + 1) for i in range(40)), update_s=0.0), floors_s=[0.2] * 40, stages=2)
+    assert validity.faster_than_possible(scaled)
+
+
 def test_times_that_are_scaled_are_too_fast_in_the_long_run():
     scaled = evidence(records=steps(*(0.6 * 0.19 * (i + 1) for i in range(40)), update_s=0.0), floors_s=[0.136] * 40)
     assert "steps took less than the hardware needs" in validity.faster_than_possible(scaled)

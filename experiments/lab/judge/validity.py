@@ -51,6 +51,7 @@ class Evidence:
     before: Sequence[Item] | None = None
     # The least seconds that the hardware allows each step; empty where that is not known.
     floors_s: Sequence[float] = ()
+    stages: int = 1  # of a pipeline, each of which has a step under way
 
     @property
     def requests(self) -> Sequence[RequestTrace]:
@@ -208,8 +209,8 @@ def latencies_of_nobody(e: Evidence) -> str:
 
 def faster_than_possible(e: Evidence) -> str:
     """The device begins a step when it has done the one before, and not before it was launched: with overlap that is
-    after the end of the last step but one. How late an end was read, which makes its step long and those behind it
-    short, does not matter then."""
+    after the end of the last step but one, and in a pipeline of the last but as many as there are stages. How late an
+    end was read, which makes its step long and those behind it short, does not matter then."""
     wrong = _too_fast(e)
     if not wrong:
         return ""
@@ -244,9 +245,10 @@ def _too_fast(e: Evidence) -> list[int]:
     if not e.floors_s:
         return []
     start = e.served.records[0].start_time
-    ends, found, done = [start, start, *_ends(e).tolist()], [], start
+    under_way = e.stages + 1
+    ends, found, done = [start] * under_way + _ends(e).tolist(), [], start
     for step, floor in enumerate(e.floors_s):
-        done, end = max(done, ends[step]) + FLOOR_SHARE * floor, ends[step + 2]
+        done, end = max(done, ends[step]) + FLOOR_SHARE * floor, ends[step + under_way]
         if end < done:
             found.append(step)
             done = end

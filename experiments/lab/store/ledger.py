@@ -124,6 +124,7 @@ class Ledger:
             items=measured.items,
             before=measured.before,
             floors_s=[floor.seconds for floor in against.floors(served.records)] if against.floors else (),
+            stages=cell.engine.parallel.pipeline,
         )
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
