@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from experiments.lab.show.pages import readme_with
+from experiments.lab.show.pages import BEGIN, END, readme_with
 from experiments.lab.store import result as store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,18 @@ def test_experiments_named_in_commands_exist() -> None:
 def test_the_table_of_figures_is_the_one_that_the_results_give() -> None:
     results = store.read_all(ROOT / "results")
     assert readme_with(README, results) == README, "it is stale: run `python run.py report`"
+
+
+def test_the_table_says_which_runs_were_cut_off() -> None:
+    found = next(
+        r for r in store.read_all(ROOT / "results") if r.info.experiment == "latency" and r.info.run == "default"
+    )
+    lines = [
+        readme_with(f"{BEGIN}\n{END}", [replace(found, info=replace(found.info, status=status))]).splitlines()[-2]
+        for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")
+    ]
+    assert "incomplete" not in lines[0]
+    assert lines[1] == lines[0].replace(".md) | ", ".md) | **incomplete**: ")
 
 
 def test_a_readme_without_a_place_for_the_table_is_left_alone() -> None:

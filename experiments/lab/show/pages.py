@@ -19,7 +19,7 @@ from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import INVALID
-from experiments.lab.store.result import Result, RunInfo, page_name
+from experiments.lab.store.result import COMPLETE, Result, RunInfo, page_name
 from experiments.lab.store.runs import Since
 
 FIGURES = "figures"  # their folder beside the pages
@@ -232,8 +232,13 @@ def _readme_table(results: Sequence[Result]) -> str:
             known = best.get(result.info.experiment)
             if known is None or order.index(place) < order.index(column(known.info)):
                 best[result.info.experiment] = result
-    lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", answer.sentence(r)) for r in best.values()]
+    lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", _told(r)) for r in best.values()]
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
+
+
+def _told(result: Result) -> str:
+    marks = ["**incomplete**: "] if result.info.status != COMPLETE else []
+    return "".join([*marks, answer.sentence(result)])
 
 
 def _cell(result: Result, since: Since) -> str:
