@@ -6,14 +6,17 @@ more than the replica's KV memory could. And a finished request says how much of
 that is less than was expected, the chunk that was missing has been evicted, and so has all that was last used before
 it.
 
-A beginning that nobody holds goes to the less loaded of two replicas that its hash names. Where each of several API
-processes has a router, which knows nothing of what the others send, it goes to one: so they agree without a word, while
-no replica is overloaded. That deals prefixes less evenly, and an overloaded replica's prefixes are then computed
-elsewhere, too. The price is memory and time (a prefix that stands in two caches), never a wrong answer.
+A beginning that nobody holds goes to the less loaded of two replicas that its hash names. Each of several API processes
+has a router, which knows nothing of what the others send but where such beginnings went (Homes). Routers of several
+machines do not know that either: a beginning goes to the one replica that its hash names, so that they agree while no
+replica is overloaded. That deals prefixes less evenly, and an overloaded replica's are then computed elsewhere, too.
+The price is memory and time (a prefix that stands in two caches), never a wrong answer.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence, Set
 from typing import TypeAlias
@@ -25,6 +28,8 @@ MOST_CHUNKS = 65_536  # that are remembered of a replica: 4 million tokens
 # A replica with more requests than this, against the one with the fewest, gets none for the sake of its cache. Requests
 # end in waves, so that one of two equal replicas has for a moment half of what the other has.
 OVERLOAD_RATIO, OVERLOAD_REQUESTS = 3.0, 8
+
+HOMES = 2**16  # beginnings that are remembered in common; two that want one place take it from each other
 
 Chain: TypeAlias = Sequence[int]  # of a prompt's whole chunks: each hash stands for all tokens up to its chunk's end
 
@@ -41,6 +46,34 @@ class Route:
         self.time = time  # routes are counted
         self.expected_tokens = expected_tokens  # of the prompt, in the replica's cache
         self.expected_since = expected_since  # the time of the route that left the last of them there
+
+
+class Homes:
+    """Where beginnings went that a router knew nobody to hold: for all routers of a machine, in a file that they map. A
+    place holds 48 bits of a chunk's hash and a replica's number + 1, and is written in one go.
+
+    Args:
+        file: its descriptor.
+        table: the number of these routers' table in it; those of another model have another.
+    """
+
+    def __init__(self, file: int, table: int = 0) -> None:
+        size = 8 * HOMES
+        if os.fstat(file).st_size < (table + 1) * size:
+            os.ftruncate(file, (table + 1) * size)
+        self._places = memoryview(mmap.mmap(file, size, offset=table * size)).cast("Q")
+
+    def __getitem__(self, chunk: int) -> int:
+        """A replica's number; -1 where none is known."""
+        place = self._places[chunk % HOMES]
+        return (place & 0xFFFF) - 1 if place >> 16 == _mark(chunk) else -1
+
+    def __setitem__(self, chunk: int, number: int) -> None:
+        self._places[chunk % HOMES] = _mark(chunk) << 16 | number + 1
+
+
+def _mark(chunk: int) -> int:
+    return chunk >> 16 & 2**48 - 1
 
 
 class _Replica:
@@ -99,14 +132,23 @@ class Router:
     Args:
         cache: the engines'.
         alone: no other router sends to these replicas.
+        homes: what is known in common to those that do; None: nothing.
     """
 
-    def __init__(self, routing: RouterPolicy, num_replicas: int, cache: CacheConfig, alone: bool = True) -> None:
+    def __init__(
+        self,
+        routing: RouterPolicy,
+        num_replicas: int,
+        cache: CacheConfig,
+        alone: bool = True,
+        homes: Homes | None = None,
+    ) -> None:
         # Where nothing is cached all prompts are equal.
         prefix_aware = routing is RouterPolicy.prefix_aware and cache.prefix_caching
         self._round_robin = routing is RouterPolicy.round_robin
         self._looks_at_prompts = prefix_aware and num_replicas > 1
-        self._num_named = 2 if alone else 1
+        self._homes = homes
+        self._num_named = 2 if alone or homes is not None else 1
         self._block_size = cache.block_size
         self._chunk_tokens = self._block_size * max(1, CHUNK_TOKENS // self._block_size)
         self._holders: dict[int, set[int]] = {}
@@ -176,10 +218,16 @@ class Router:
         most = min(theirs) * OVERLOAD_RATIO + OVERLOAD_REQUESTS
         free = set(among) if max(theirs) <= most else {number for number in among if loads[number] <= most}
         equal, deepest = self._holding(chain, free)
+        homes = None if equal else self._homes
+        if homes is not None and (home := homes[chain[0]]) in free:
+            return home, 0
         if len(equal) != 1:
             chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
             equal = self._named(chunk, set(equal) or free)
-        return min(equal, key=loads.__getitem__), deepest
+        number = min(equal, key=loads.__getitem__)
+        if homes is not None:
+            homes[chain[0]] = number
+        return number, deepest
 
     def _in_turn(self, among: Sequence[int]) -> int:
         """The next one, or the next one that has least to do."""

@@ -8,22 +8,24 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.core.config import CacheConfig, RouterPolicy
 from mini_infer.serving import router as module
-from mini_infer.serving.router import Route, Router
+from mini_infer.serving.router import Homes, Route, Router
 
 BLOCK = 16
 Prompt = list[int]
 
 
 def make(
-    num_replicas: int = 2, routing: RouterPolicy = RouterPolicy.prefix_aware, num_blocks: int = 1000, **options: bool
+    num_replicas: int = 2, routing: RouterPolicy = RouterPolicy.prefix_aware, num_blocks: int = 1000, **options: Any
 ):
     caching = options.pop("prefix_caching", True)
     router = Router(routing, num_replicas, CacheConfig(block_size=BLOCK, prefix_caching=caching), **options)
@@ -142,6 +144,36 @@ def test_routers_that_know_nothing_of_each_other_agree() -> None:
     assert said.pop().endswith("False\n")
 
 
+@pytest.fixture
+def file() -> Iterator[int]:
+    with TemporaryFile() as made:
+        yield made.fileno()
+
+
+def test_routers_of_a_machine_know_where_beginnings_went(file: int) -> None:
+    """Whatever each of them has sent elsewhere meanwhile."""
+    routers = [make(8, alone=False, homes=Homes(file)) for _ in range(3)]
+    for seed, router in enumerate(routers):
+        for other in range(10 * seed):
+            send(router, prompt(1000 * seed + other))
+    homes = [[send(router, prompt(seed)).replica for seed in range(20)] for router in routers]
+    assert homes[0] == homes[1] == homes[2]
+    assert len(set(homes[0])) > 4
+    others = [number for number in range(8) if number != homes[0][0]]
+    moved = send(routers[0], prompt(0), others).replica
+    assert send(routers[2], prompt(0), others).replica == moved, "where its home takes no requests, another is found"
+
+
+def test_homes_of_other_routers_are_in_a_table_of_their_own(file: int) -> None:
+    first, second = Homes(file), Homes(file, 1)
+    first[-(2**61) + 5], second[7 + module.HOMES] = 3, 65_000
+    assert (first[-(2**61) + 5], second[7 + module.HOMES]) == (3, 65_000)
+    assert first[7 + module.HOMES] == second[-(2**61) + 5] == first[7] == -1
+    assert Homes(file)[-(2**61) + 5] == 3
+    first[7] = first[7 + module.HOMES] = 1
+    assert first[7] == -1, "two that want one place take it from each other"
+
+
 # --- what it thinks that they hold --------------------------------------------------------------------------------
 
 
@@ -199,10 +231,17 @@ class Replicas:
     """Block pools behind routers, which take turns; `in_flight` requests at once, of which any may end first."""
 
     def __init__(
-        self, routing: RouterPolicy, num_replicas: int, num_blocks: int, in_flight: int, num_routers: int
+        self,
+        routing: RouterPolicy,
+        num_replicas: int,
+        num_blocks: int,
+        in_flight: int,
+        num_routers: int,
+        homes: Homes | None = None,
     ) -> None:
         self._pools = [BlockPool(num_blocks) for _ in range(num_replicas)]
-        self._routers = [make(num_replicas, routing, num_blocks, alone=num_routers == 1) for _ in range(num_routers)]
+        options = {"alone": num_routers == 1, "homes": homes}
+        self._routers = [make(num_replicas, routing, num_blocks, **options) for _ in range(num_routers)]
         self._in_flight = in_flight
         self._running: deque[tuple[Router, Route, list[int], int]] = deque()
         self._random = random.Random(0)
@@ -264,13 +303,15 @@ def shared_prefixes(groups: int = 64, count: int = 1500) -> list[tuple[Prompt, l
 
 
 @pytest.mark.parametrize(("num_replicas", "in_flight"), [(2, 16), (2, 64), (8, 64)])
-def test_the_hit_rate_is_that_of_one_big_cache(num_replicas: int, in_flight: int) -> None:
+def test_the_hit_rate_is_that_of_one_big_cache(num_replicas: int, in_flight: int, file: int) -> None:
     """64 prefixes of 512 tokens, in caches that hold them all, and the requests under way, together and not alone."""
     prompts = shared_prefixes()
     total = 64 * 32 + in_flight * 40
 
-    def serve(routing: RouterPolicy, replicas: int, num_routers: int = 1) -> tuple[float, Replicas]:
-        served = Replicas(routing, replicas, total // replicas, in_flight, num_routers)
+    def serve(
+        routing: RouterPolicy, replicas: int, num_routers: int = 1, homes: Homes | None = None
+    ) -> tuple[float, Replicas]:
+        served = Replicas(routing, replicas, total // replicas, in_flight, num_routers, homes)
         return served.hit_rate(prompts), served
 
     one, _ = serve(RouterPolicy.round_robin, 1)
@@ -279,8 +320,10 @@ def test_the_hit_rate_is_that_of_one_big_cache(num_replicas: int, in_flight: int
     assert max(served.served) < 1.5 * len(prompts) / num_replicas
     blind, _ = serve(RouterPolicy.round_robin, num_replicas)
     assert blind < (0.85 if num_replicas == 2 else 0.5) * one
-    several, _ = serve(RouterPolicy.prefix_aware, num_replicas, num_routers=4)
-    assert blind < several > 0.8 * one
+    apart, _ = serve(RouterPolicy.prefix_aware, num_replicas, num_routers=4)
+    assert blind < apart > 0.8 * one
+    of_a_machine, _ = serve(RouterPolicy.prefix_aware, num_replicas, 4, Homes(file))
+    assert of_a_machine > max(0.95 * one, 0.99 * apart)
 
 
 def test_a_route_costs_less_than_the_hashes_that_it_spares() -> None:

@@ -27,6 +27,7 @@ from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import Replica, why_none
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.router import Homes
 from mini_infer.serving.settings import ModelSettings, ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -101,14 +102,14 @@ def _about(replica: Replica) -> dict[str, Any]:
 
 
 class Gateway:
-    """`accounts` as with `Accounts`."""
+    """`accounts` as with `Accounts`, and `homes` as with Homes; None: this process is the only one."""
 
-    def __init__(self, settings: ServerSettings, accounts: int | None = None) -> None:
+    def __init__(self, settings: ServerSettings, accounts: int | None = None, homes: int | None = None) -> None:
         self.settings = settings
         self.models = [Model(model) for model in settings.models]
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.callers = Callers(settings, accounts)
-        self._accounts = accounts
+        self._accounts, self._homes = accounts, homes if settings.api_processes > 1 else None
         self._changes = asyncio.Lock()
         self.running = Running()
         self.complaint = Complaint(logger)  # of probes that are told that all is not well
@@ -129,18 +130,22 @@ class Gateway:
 
     @classmethod
     async def start(
-        cls, settings: ServerSettings, engine_paths: Sequence[str] = (), accounts: int | None = None
+        cls,
+        settings: ServerSettings,
+        engine_paths: Sequence[str] = (),
+        accounts: int | None = None,
+        homes: int | None = None,
     ) -> Gateway:
         """
         Args:
             engine_paths: of engine processes that a Supervisor keeps, one model's after the other's; without any, one
                 is started.
-            accounts: as with `Accounts`.
+            accounts, homes: as with Gateway.
 
         Raises:
             ConfigError, ModelError, EngineDead: the only engine cannot start, or a model be served as it is asked for.
         """
-        gateway = cls(settings, accounts)
+        gateway = cls(settings, accounts, homes)
         try:
             if engine_paths:
                 await gateway._connect(engine_paths)
@@ -174,10 +179,10 @@ class Gateway:
         asked = model.settings
         while True:
             model.replicas = [Replica(number, path) for number, path in enumerate(paths)]
-            alone = self.settings.api_processes == 1
+            homes = None if self._homes is None else Homes(self._homes, self.models.index(model))
             try:
                 engine = await AsyncEngine.over(
-                    model.replicas, asked.engine.parallel, alone, asked.startup_timeout, kept
+                    model.replicas, asked.engine.parallel, homes, asked.startup_timeout, kept
                 )
                 return await self._serve(model, engine)
             except EngineDead:

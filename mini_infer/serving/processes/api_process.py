@@ -25,7 +25,8 @@ class ApiProcess:
 
     Args:
         engine_paths: the engine processes' sockets.
-        accounts: descriptor of the file in which all API processes keep what the keys have taken.
+        accounts, homes: descriptors of files that all API processes share: what the keys have taken, and where
+            prompts went.
         on_serving: called once, when it takes connections.
         on_end: called once, when it is ending.
     """
@@ -34,12 +35,13 @@ class ApiProcess:
         self,
         engine_paths: Sequence[str],
         accounts: int,
+        homes: int,
         on_serving: Callable[[], None],
         on_end: Callable[[ApiProcess], None],
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            descriptors = [theirs.fileno(), accounts]
+            descriptors = [theirs.fileno(), accounts, homes]
             self._process = start(__name__, *descriptors, *engine_paths, pass_fds=descriptors)
         self.channel = Channel(ours, on_serving, lambda: on_end(self))
 
@@ -77,8 +79,8 @@ class ApiProcess:
 
 
 def main() -> int | str:
-    """The process. Arguments: the descriptors of the channel and the accounts, the engines' sockets. stdin brings the
-    settings."""
+    """The process. Arguments: the descriptors of the channel, the accounts and the homes, the engines' sockets. stdin
+    brings the settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor, who decides
     from mini_infer.serving.http.server import serve  # takes a second, in which the engine is made
 
@@ -86,9 +88,10 @@ def main() -> int | str:
         settings: ServerSettings = pickle.load(sys.stdin.buffer)
     except EOFError:  # there will be nothing to serve
         return 0
-    handover = Handover(socket.socket(fileno=int(sys.argv[1])))
+    channel, accounts, homes = map(int, sys.argv[1:4])
+    handover = Handover(socket.socket(fileno=channel))
     try:
-        return asyncio.run(serve(settings, handover, engine_paths=sys.argv[3:], accounts=int(sys.argv[2])))
+        return asyncio.run(serve(settings, handover, engine_paths=sys.argv[4:], accounts=accounts, homes=homes))
     except asyncio.CancelledError:  # a signal while it was connecting
         return 0
     except MiniInferError as error:

@@ -19,7 +19,7 @@ from mini_infer.serving.link.replica import QueueFull, Replica, Request, why_non
 from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.link.wire import Add, ChangeAdapter, non_default_params
 from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
-from mini_infer.serving.router import Router
+from mini_infer.serving.router import Homes, Router
 from mini_infer.serving.stats import Stats
 
 STARTUP_TIMEOUT_S = 1800.0
@@ -95,7 +95,6 @@ class AsyncEngine:
         cls,
         *socket_paths: str,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  it is frozen
-        alone: bool = True,
         startup_timeout: float = STARTUP_TIMEOUT_S,
     ) -> AsyncEngine:
         """Uses engine processes that another process has started. Of several, one that ends is waited for, since
@@ -103,16 +102,21 @@ class AsyncEngine:
 
         Args:
             parallel: how requests are dealt, and how many of the first ones compute prompts for the others.
-            alone: no other process sends requests to them.
         """
         replicas = [Replica(number, path) for number, path in enumerate(socket_paths)]
-        return await cls.over(replicas, parallel, alone, startup_timeout, kept=len(replicas) > 1)
+        return await cls.over(replicas, parallel, None, startup_timeout, kept=len(replicas) > 1)
 
     @classmethod
     async def over(
-        cls, replicas: Sequence[Replica], parallel: ParallelConfig, alone: bool, startup_timeout: float, kept: bool
+        cls,
+        replicas: Sequence[Replica],
+        parallel: ParallelConfig,
+        homes: Homes | None,
+        startup_timeout: float,
+        kept: bool,
     ) -> AsyncEngine:
-        """As `connect`, of replicas that nobody has opened."""
+        """As `connect`, of replicas that nobody has opened. `homes` is shared with the other processes that send
+        requests to them; None: there are none."""
         try:
             if kept:
                 await _first(replicas, startup_timeout)
@@ -125,7 +129,7 @@ class AsyncEngine:
             for replica in replicas:
                 replica.close()
             raise
-        router = Router(parallel.routing, len(replicas), config.cache, alone)
+        router = Router(parallel.routing, len(replicas), config.cache, alone=homes is None, homes=homes)
         return cls(replicas, router, tokenizer, startup_timeout, parallel.prefill, kept)
 
     @property

@@ -57,6 +57,7 @@ class Supervisor:
         self._rolling: asyncio.Task[None] | None = None
         self._engine_died = False
         self._accounts = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
+        self._homes = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
 
     async def run(self) -> int:
         """Starts everything, and serves until a signal or a failure.
@@ -73,7 +74,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._take_signal)
         if any(model.engine.parallel.engines > 1 for model in self._settings.models):
             loop.add_signal_handler(signal.SIGHUP, self._restart_all)
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, self._accounts:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, self._accounts, self._homes:
             try:
                 opening = await self._make_engines(folder)
                 # They import while the engines are made, and hear what to serve when that is done.
@@ -127,7 +128,8 @@ class Supervisor:
 
     def _spawn(self) -> ApiProcess:
         paths = [engine.socket_path for engine in self._engines]
-        worker = ApiProcess(paths, self._accounts.fileno(), self._serves, self._leave)
+        shared = self._accounts.fileno(), self._homes.fileno()
+        worker = ApiProcess(paths, *shared, self._serves, self._leave)
         self._workers.append(worker)
         return worker
 
