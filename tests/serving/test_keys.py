@@ -24,6 +24,7 @@ bob: {{sha256: "{hashlib.sha256(b"bob-key").hexdigest()}"}}
 carol: {{key: carol-key}}
 dave: {{key: dave-key}}
 few: {{key: few-key, requests_per_minute: 2}}
+rare: {{key: rare-key, requests_per_minute: 1}}
 one: {{key: one-key, max_open: 1}}
 tokens: {{key: tokens-key, tokens_per_minute: 60}}
 """
@@ -283,4 +284,5 @@ def test_metrics_count_by_key_and_ask_for_one(server: Server) -> None:
         "key_prompt_tokens_total": 30,
         "key_generation_tokens_total": 5,
     }
-    wait_for(lambda: counts(server, "few").get("key_refusals_total", 0) >= 2)
+    assert [ask(server, "rare-key")[0] for _ in range(3)] == [200, 429, 429]
+    wait_for(lambda: counts(server, "rare").get("key_refusals_total") == 2)
