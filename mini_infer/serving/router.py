@@ -219,14 +219,15 @@ class Router:
         free = set(among) if max(theirs) <= most else {number for number in among if loads[number] <= most}
         equal, deepest = self._holding(chain, free)
         homes = None if equal else self._homes
-        if homes is not None and (home := homes[chain[0]]) in free:
+        place = chain[0] ^ min(among)  # a prompt has one among engines of each role
+        if homes is not None and (home := homes[place]) in free:
             return home, 0
         if len(equal) != 1:
             chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
             equal = self._named(chunk, set(equal) or free)
         number = min(equal, key=loads.__getitem__)
         if homes is not None:
-            homes[chain[0]] = number
+            homes[place] = number
         return number, deepest
 
     def _in_turn(self, among: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from mini_infer.serving import router as module
 from mini_infer.serving.router import Homes, Route, Router
 
 BLOCK = 16
+ROLES = {"prefill": range(3), "decode": range(3, 8)}
 Prompt = list[int]
 
 
@@ -162,6 +163,17 @@ def test_routers_of_a_machine_know_where_beginnings_went(file: int) -> None:
     others = [number for number in range(8) if number != homes[0][0]]
     moved = send(routers[0], prompt(0), others).replica
     assert send(routers[2], prompt(0), others).replica == moved, "where its home takes no requests, another is found"
+
+
+def test_a_beginning_has_a_home_in_each_role(file: int) -> None:
+    routers = [make(8, alone=False, homes=Homes(file)) for _ in range(2)]
+    found = [
+        {(seed, role): send(router, prompt(seed), among).replica for seed in range(20) for role, among in ROLES.items()}
+        for router in routers
+    ]
+    assert found[0] == found[1]
+    assert all(replica in ROLES[role] for (_, role), replica in found[0].items())
+    assert len(set(found[0].values())) == 8
 
 
 def test_homes_of_other_routers_are_in_a_table_of_their_own(file: int) -> None:
