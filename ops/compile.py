@@ -7,6 +7,8 @@ from pathlib import Path
 from mypyc.build import mypycify
 from setuptools import setup
 
+from mini_infer.core.compiled import LIST, record
+
 # But for what mypyc takes otherwise than it is meant: a dict with attributes of its own (cache/under_way.py), cached
 # properties (simulation/costs.py), a class that tests inherit from (scheduler/prefix_loads.py).
 MODULES = """
@@ -22,6 +24,7 @@ MODULES = """
 PACKAGE = Path("mini_infer")
 sources = [f"{module}.py" for module in MODULES.split()]
 files = [str(PACKAGE / source) for source in sources]
+told = record(sources, PACKAGE)  # before minutes in which somebody may edit them
 compiled = mypycify(["--follow-imports=silent", *files], group_name="mini_infer.compiled")
 setup(ext_modules=compiled, script_args=["build_ext", "--inplace"])
-(PACKAGE / ".compiled").write_text("\n".join(sources), encoding="utf-8")  # mini_infer/core/compiled.py reads it
+(PACKAGE / LIST).write_text(told, encoding="utf-8")

@@ -4,6 +4,4 @@ import pytest
 
 from mini_infer.core import compiled
 
-replaces_methods = pytest.mark.skipif(
-    bool(compiled.sources()), reason="a compiled class keeps its methods: make interpreted"
-)
+replaces_methods = pytest.mark.skipif(compiled.in_use(), reason="a compiled class keeps its methods: make interpreted")

@@ -16,14 +16,14 @@ def stop(number: int, frame: FrameType | None) -> None:
     """A handler. `timeout` and others signal a process and then its group, which it is in: the second time would end
     what keeps the findings of the first."""
     global _last
-    before, _last = _last, time.monotonic()
-    if _last - before > SAME_S:
+    if time.monotonic() - _last > SAME_S:
+        _last = time.monotonic()
         raise KeyboardInterrupt
 
 
 def listen(*also: signal.Signals) -> None:
-    """Has signals that would raise KeyboardInterrupt handled by `stop`, and those in `also`. Those that are ignored, as
-    in a shell's background jobs, stay so."""
+    """Has signals that would raise KeyboardInterrupt handled by `stop`, and those in `also`. Others that are ignored,
+    as in a shell's background jobs, stay so."""
     for number in STOPS:
         if number in also or signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, stop)

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-LIST = ".compiled"  # file of the package with the names of their sources, written after them
+LIST = ".compiled"  # file of the package: a line for each source, with what it said when it was compiled
+
+
+def record(sources: Sequence[str], package: Path = PACKAGE) -> str:
+    """What LIST is to hold of sources such as `core/plan.py`."""
+    return "".join(f"{_digest(package / source)} {source}\n" for source in sources)
 
 
 def require_current(package: Path = PACKAGE) -> None:
-    """Raises ImportError where a source has changed since: what it says now would not be what runs."""
-    made = package / LIST
-    if not os.path.exists(made):
+    """Raises ImportError where a source reads otherwise now: what it says would not be what runs."""
+    if not os.path.exists(package / LIST):
         return
-    when = made.stat().st_mtime
-    newer = [name for name in sources(package) if (package / name).stat().st_mtime > when]
-    if newer:
+    known = [line.split() for line in (package / LIST).read_text(encoding="utf-8").splitlines()]
+    changed = [source for digest, source in known if _digest(package / source) != digest]
+    if changed:
         raise ImportError(
-            f"mini_infer was compiled before {', '.join(newer)} changed: `make compiled` does it anew, and "
+            f"mini_infer was compiled before {', '.join(changed)} changed: `make compiled` does it anew, and "
             "`make interpreted` takes compiled modules away"
         )
 
 
-def sources(package: Path = PACKAGE) -> list[str]:
-    """Of the compiled modules, as `core/plan.py`. Empty where all are interpreted."""
-    made = package / LIST
-    return made.read_text(encoding="utf-8").split() if made.exists() else []
+def in_use() -> bool:
+    """Whether they are what runs: those of another version of Python are passed over."""
+    from mini_infer.core import plan  # one of them
+
+    return not str(plan.__file__).endswith(".py")
+
+
+def _digest(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "gone"

@@ -7,10 +7,10 @@ that is less than was expected, the chunk that was missing has been evicted, and
 it.
 
 A beginning that nobody holds goes to the less loaded of two replicas that its hash names. Each of several API processes
-has a router, which knows nothing of what the others send but where such beginnings went (Homes). Routers of several
-machines do not know that either: a beginning goes to the one replica that its hash names, so that they agree while no
-replica is overloaded. That deals prefixes less evenly, and an overloaded replica's are then computed elsewhere, too.
-The price is memory and time (a prefix that stands in two caches), never a wrong answer.
+has a router, which knows nothing of what the others send but where such beginnings went (Homes). Without that, as in
+simulated fleets, a beginning goes to the one replica that its hash names, so that routers agree while no replica is
+overloaded. That deals prefixes less evenly, and an overloaded replica's are then computed elsewhere, too. The price is
+memory and time (a prefix that stands in two caches), never a wrong answer.
 """
 
 from __future__ import annotations
@@ -53,15 +53,12 @@ class Homes:
     place holds 48 bits of a chunk's hash and a replica's number + 1, and is written in one go.
 
     Args:
-        file: its descriptor.
+        file: descriptor of what `make_homes` has made.
         table: the number of these routers' table in it; those of another model have another.
     """
 
     def __init__(self, file: int, table: int = 0) -> None:
-        size = 8 * HOMES
-        if os.fstat(file).st_size < (table + 1) * size:
-            os.ftruncate(file, (table + 1) * size)
-        self._places = memoryview(mmap.mmap(file, size, offset=table * size)).cast("Q")
+        self._places = memoryview(mmap.mmap(file, 8 * HOMES, offset=8 * HOMES * table)).cast("Q")
 
     def __getitem__(self, chunk: int) -> int:
         """A replica's number; -1 where none is known."""
@@ -70,6 +67,13 @@ class Homes:
 
     def __setitem__(self, chunk: int, number: int) -> None:
         self._places[chunk % HOMES] = _mark(chunk) << 16 | number + 1
+
+
+def make_homes(tables: int = 1) -> int:
+    """Descriptor of a file in memory for the Homes of so many models."""
+    file = os.memfd_create("mini-infer-homes")
+    os.ftruncate(file, 8 * HOMES * tables)
+    return file
 
 
 def _mark(chunk: int) -> int:
@@ -169,10 +173,11 @@ class Router:
             chain.append(parent)
         return chain
 
-    def route(self, chain: Chain, completions: int, among: Collection[int]) -> Route:
-        """Chooses a replica `among` those that take requests (one at least), and counts it there until `end`."""
+    def route(self, chain: Chain, completions: int, among: Collection[int], role: int = 0) -> Route:
+        """Chooses a replica `among` those that take requests (one at least), and counts it there until `end`. A
+        beginning has a home among those of each role."""
         self._num_routes += 1
-        number, depth = self._choose(chain, among)
+        number, depth = self._choose(chain, among, role)
         replica = self._replicas[number]
         last = replica.chunks[chain[depth - 1]] if depth else None
         expected, since = (0, 0) if last is None or not last.ended else (depth * self._chunk_tokens, last.time)
@@ -208,7 +213,7 @@ class Router:
         replica.forget_all()
         self.loads[number] = replica.ours
 
-    def _choose(self, chain: Chain, among: Collection[int]) -> tuple[int, int]:
+    def _choose(self, chain: Chain, among: Collection[int], role: int) -> tuple[int, int]:
         """A replica, and how many chunks it holds."""
         loads = self.loads
         if not chain or self._round_robin or len(among) == 1:
@@ -219,14 +224,14 @@ class Router:
         free = set(among) if max(theirs) <= most else {number for number in among if loads[number] <= most}
         equal, deepest = self._holding(chain, free)
         homes = None if equal else self._homes
-        if homes is not None and (home := homes[chain[0]]) in free:
+        if homes is not None and (home := homes[chain[0] ^ role]) in free:
             return home, 0
         if len(equal) != 1:
             chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
             equal = self._named(chunk, set(equal) or free)
         number = min(equal, key=loads.__getitem__)
         if homes is not None:
-            homes[chain[0]] = number
+            homes[chain[0] ^ role] = number
         return number, deepest
 
     def _in_turn(self, among: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 """Prompts that one simulated engine computes for another (docs/disaggregation.md). What they say to each other is the
 protocol's own, and is heard at once. Blocks are pushed while they are computed, one step's after the other's: what is
-still on its way when the last of them is computed holds up its end, but for the last layer's part.
+still on its way when the last of them is computed holds up its end, but for the last group of layers.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Cluster:
         return request
 
     def _choose_prefill(self, router: Router, chain: Chain) -> str:
-        route = router.route(chain, 1, self._prompts)
+        route = router.route(chain, 1, self._prompts, role=1)
         router.end(route)  # what it has to do it tells
         return str(route.replica)
 

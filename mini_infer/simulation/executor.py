@@ -91,7 +91,7 @@ class SimulatedExecutor(Executor):
             self._copying_until = max(self._copying_until, clock.now) + self.costs.copy_s(len(transfer.pairs))
             self._copies.append((self._copying_until, transfer.transfer_id))
         end = clock.now
-        if plan.pushes:  # layer by layer, from the first one on
+        if plan.pushes:  # from the first layers on
             blocks = sum([len(push.pairs) for push in plan.pushes])
             self._link_free_at = max(self._link_free_at, end, self._free_at[0]) + self.costs.push_s(blocks)
         if plan.req_indices:

@@ -3,7 +3,7 @@
     decodes                                               computes prompts
     reserves blocks: the request is `receiving`
       Ask (tokens, blocks)         ------------------->   a request of these tokens
-                                   <-------------------   blocks, layer by layer and chunk by chunk: a connector
+                                   <-------------------   blocks, layers and chunks at a time: a connector
       End (whether all is there)   <-------------------   when nothing of it will be written any more
     computes the prompt's last token, and samples
 

@@ -1,27 +1,29 @@
 """Compiled modules never stand for sources that have changed."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from mini_infer.core.compiled import LIST, require_current, sources
+from mini_infer.core.compiled import LIST, PACKAGE, in_use, record, require_current
 
 
 def test_modules_compiled_before_their_source_changed_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "plan.py").touch()
+    source = tmp_path / "plan.py"
+    source.write_text("a = 1")
     require_current(tmp_path)
-    assert sources(tmp_path) == []
-    (tmp_path / LIST).write_text("plan.py\n")
-    os.utime(tmp_path / "plan.py", (0, 0))
+    (tmp_path / LIST).write_text(record(["plan.py"], tmp_path))
+    source.touch()
     require_current(tmp_path)
-    assert sources(tmp_path) == ["plan.py"]
-    os.utime(tmp_path / LIST, (1, 1))
-    os.utime(tmp_path / "plan.py", (2, 2))
-    with pytest.raises(
-        ImportError, match=r"compiled before plan\.py changed: `make compiled` does it anew, and `make int"
-    ):
-        require_current(tmp_path)
+    for change in (lambda: source.write_text("a = 2"), source.unlink):
+        change()
+        with pytest.raises(
+            ImportError, match=r"before plan\.py changed: `make compiled` does it anew, and `make interp"
+        ):
+            require_current(tmp_path)
+
+
+def test_a_source_that_is_not_compiled_is_what_runs() -> None:
+    assert in_use() == (PACKAGE / LIST).exists()
 
 
 def test_what_is_compiled_is_there() -> None:

@@ -61,6 +61,8 @@ class KVPush(Case):
     def implementation(self, variant: str) -> Implementation:
         for there in self._there:
             there.zero_()
+            if there.is_cuda:
+                torch.cuda.synchronize(there.device)  # whose streams the launches on the first one do not wait for
         if variant == COPIES:
             return Implementation(self._copy, graph_safe=False)  # which two devices' streams wait for
         make = plane_copies(self.device)

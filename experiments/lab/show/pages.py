@@ -237,8 +237,8 @@ def _readme_table(results: Sequence[Result]) -> str:
 
 
 def _told(result: Result) -> str:
-    marks = ["**incomplete**: "] if result.info.status != COMPLETE else []
-    return "".join([*marks, answer.sentence(result)])
+    mark = "" if result.info.status == COMPLETE else "**incomplete**: "
+    return mark + answer.sentence(result)
 
 
 def _cell(result: Result, since: Since) -> str:

@@ -42,7 +42,7 @@ def is_clean(root: Path) -> bool | None:
 
 def versions() -> dict[str, str]:
     own = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
-    if compiled.sources():
+    if compiled.in_use():
         own["compiled by"] = "mypyc"
     return own | {package: importlib.metadata.version(package) for package in PACKAGES}
 

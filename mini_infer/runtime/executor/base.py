@@ -26,8 +26,8 @@ class Executor:
 
     Attributes:
         overlap: a step may be launched before the tokens of an earlier one, which it builds on, are collected.
-        stages: that compute a step one after the other, each another step at a time. A request is in no more than one
-            of so many steps in a row, but for the parts of its prompt.
+        stages: that compute a step one after the other, each another step at a time: of other requests, but for parts
+            of one prompt, and where there are no others.
         runner: what computes, where that is in this process.
         files: of prefixes, where there are any.
         holding: its KV, where other engines have to do with it.

@@ -58,12 +58,12 @@ class WaitingLine:
         return self._line[0] if self._line else None
 
     def num_tokens(self, count: int, enough: int) -> int:
-        """Of the first `count` in line; it stops counting at `enough`."""
+        """Of the prompts of the first `count` in line; it stops counting at `enough`."""
         total = 0
         for request in self._line[:count]:
             if total >= enough:
                 break
-            total += request.num_tokens
+            total += request.num_tokens * (request.status is RequestStatus.waiting)
         return total
 
     def admit_head(self) -> None:

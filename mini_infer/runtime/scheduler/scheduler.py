@@ -55,7 +55,7 @@ class Scheduler:
         watermark: float = 0.01,  # share of the pool that admission leaves free for running requests to grow
         speculator: NoSpeculation | None = None,
         follows: bool = False,  # a step may be launched before drafts of the one before it are read
-        stages: int = 1,  # steps that are computed at a time, of different requests
+        stages: int = 1,  # steps that are computed at a time, of different requests as far as there are several
         receiver: NoReceiver | None = None,  # of prompts that other engines compute
         num_adapters: int = 0,  # that requests of one batch can have between them
     ) -> None:
@@ -231,9 +231,14 @@ class Scheduler:
             step.masks = {row: r.constraint.mask for row, r in enumerate(running) if r.constraint is not None}
 
     def _behind_themselves(self, running: list[Request]) -> list[Request]:
-        """Those of `running`, which all are in other stages, that have nobody to leave the first stage to."""
-        in_use = len(self.planned) == self._stages or self.batch.prefilling or self.admission.newcomer() is not None
-        return running if self._follows and not in_use else []
+        """Those of `running`, which all are in other stages, that have nobody to leave the first stage to: whose last
+        step was the earliest first. None behind drafts, of which the host does not know how many stand."""
+        if not (running and self._follows) or self.speculator.most or len(self.planned) == self._stages:
+            return []
+        if self.batch.prefilling or self.admission.newcomer() is not None:
+            return []
+        last = {request: step.step for step in self.planned.values() for request in step.rows}
+        return sorted(running, key=last.__getitem__)
 
     def _grow(self, request: Request, target: int, step: PlannedStep) -> bool:
         """Gives a running request a block for its next token where it needs one, if others must give way for it. False
@@ -259,7 +264,8 @@ class Scheduler:
     def _even_share(self, step: PlannedStep, beside: list[PlannedStep]) -> int:
         """Prompt tokens for a step that should take each stage as long as those beside it, since whoever is ready first
         waits: what there is of prompts goes evenly into as many steps as there are stages (as gLLM throttles tokens,
-        arXiv:2504.14775). So all stages compute at a long prompt, too."""
+        arXiv:2504.14775). So all stages compute at a long prompt, too. What caches hold of those that wait counts as
+        theirs."""
         there = sum(request.num_tokens - request.num_computed_tokens for request in self.batch.prefilling)
         there += sum(sum(other.counts[other.num_decode_rows :]) for other in beside)
         there += self.line.num_tokens(len(self.batch.free_indices), MOST_SHARE * self._stages)

@@ -53,21 +53,21 @@ def create_app(
     on_engine_death: Callable[[], None] | None = None,
     engine_paths: Sequence[str] = (),
     accounts: int | None = None,
-    homes: int | None = None,
+    homes_file: int | None = None,
 ) -> FastAPI:
     """The app; its engine, or its connection to one, starts and ends with it (ASGI lifespan).
 
     Args:
         settings: if not given, read from the environment when the app starts.
         on_engine_death: called when the engine process has been dead for LINGER_S.
-        engine_paths, accounts, homes: as with Gateway.start.
+        engine_paths, accounts, homes_file: as with Gateway.start.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         allow_many_open_files()
         settled = settings or _alone(from_environment(os.environ))
-        gateway = await Gateway.start(settled, engine_paths, accounts, homes)
+        gateway = await Gateway.start(settled, engine_paths, accounts, homes_file)
         app.state.gateway = gateway
         alone = gateway.settings.api_processes == 1  # else all of them would say the same
         every_s = gateway.settings.stats_interval

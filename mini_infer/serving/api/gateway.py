@@ -102,14 +102,14 @@ def _about(replica: Replica) -> dict[str, Any]:
 
 
 class Gateway:
-    """`accounts` as with `Accounts`, and `homes` as with Homes; None: this process is the only one."""
+    """`accounts` as with `Accounts`, and `homes_file` as with Homes; None: this process is the only one."""
 
-    def __init__(self, settings: ServerSettings, accounts: int | None = None, homes: int | None = None) -> None:
+    def __init__(self, settings: ServerSettings, accounts: int | None = None, homes_file: int | None = None) -> None:
         self.settings = settings
         self.models = [Model(model) for model in settings.models]
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.callers = Callers(settings, accounts)
-        self._accounts, self._homes = accounts, homes if settings.api_processes > 1 else None
+        self._accounts, self._homes_file = accounts, homes_file if settings.api_processes > 1 else None
         self._changes = asyncio.Lock()
         self.running = Running()
         self.complaint = Complaint(logger)  # of probes that are told that all is not well
@@ -134,18 +134,18 @@ class Gateway:
         settings: ServerSettings,
         engine_paths: Sequence[str] = (),
         accounts: int | None = None,
-        homes: int | None = None,
+        homes_file: int | None = None,
     ) -> Gateway:
         """
         Args:
             engine_paths: of engine processes that a Supervisor keeps, one model's after the other's; without any, one
                 is started.
-            accounts, homes: as with Gateway.
+            accounts, homes_file: as with Gateway.
 
         Raises:
             ConfigError, ModelError, EngineDead: the only engine cannot start, or a model be served as it is asked for.
         """
-        gateway = cls(settings, accounts, homes)
+        gateway = cls(settings, accounts, homes_file)
         try:
             if engine_paths:
                 await gateway._connect(engine_paths)
@@ -179,7 +179,7 @@ class Gateway:
         asked = model.settings
         while True:
             model.replicas = [Replica(number, path) for number, path in enumerate(paths)]
-            homes = None if self._homes is None else Homes(self._homes, self.models.index(model))
+            homes = None if self._homes_file is None else Homes(self._homes_file, self.models.index(model))
             try:
                 engine = await AsyncEngine.over(
                     model.replicas, asked.engine.parallel, homes, asked.startup_timeout, kept

@@ -34,13 +34,13 @@ async def serve(
     on_ready: Callable[[], None] = lambda: None,
     engine_paths: Sequence[str] = (),
     accounts: int | None = None,
-    homes: int | None = None,
+    homes_file: int | None = None,
 ) -> int:
     """
     Args:
         source: of connections: a bound socket, at which this process listens, or the supervisor who accepts them.
         on_ready: called when they may come.
-        engine_paths, accounts, homes: as with Gateway.start.
+        engine_paths, accounts, homes_file: as with Gateway.start.
 
     Returns:
         The exit code: 0 after a signal, 1 when the engine died.
@@ -52,7 +52,7 @@ async def serve(
     def stop() -> None:
         server.should_exit = True
 
-    app = create_app(settings, stop, engine_paths, accounts, homes)
+    app = create_app(settings, stop, engine_paths, accounts, homes_file)
     server = _Server(app, settings, source, on_ready)
     with _stoppable_start(asyncio.get_running_loop()):
         starting = app.router.lifespan_context(app)

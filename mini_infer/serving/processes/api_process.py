@@ -25,7 +25,7 @@ class ApiProcess:
 
     Args:
         engine_paths: the engine processes' sockets.
-        accounts, homes: descriptors of files that all API processes share: what the keys have taken, and where
+        accounts, homes_file: descriptors of files that all API processes share: what the keys have taken, and where
             prompts went.
         on_serving: called once, when it takes connections.
         on_end: called once, when it is ending.
@@ -35,13 +35,13 @@ class ApiProcess:
         self,
         engine_paths: Sequence[str],
         accounts: int,
-        homes: int,
+        homes_file: int,
         on_serving: Callable[[], None],
         on_end: Callable[[ApiProcess], None],
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            descriptors = [theirs.fileno(), accounts, homes]
+            descriptors = [theirs.fileno(), accounts, homes_file]
             self._process = start(__name__, *descriptors, *engine_paths, pass_fds=descriptors)
         self.channel = Channel(ours, on_serving, lambda: on_end(self))
 
@@ -88,10 +88,12 @@ def main() -> int | str:
         settings: ServerSettings = pickle.load(sys.stdin.buffer)
     except EOFError:  # there will be nothing to serve
         return 0
-    channel, accounts, homes = map(int, sys.argv[1:4])
+    channel, accounts, homes_file = map(int, sys.argv[1:4])
     handover = Handover(socket.socket(fileno=channel))
     try:
-        return asyncio.run(serve(settings, handover, engine_paths=sys.argv[4:], accounts=accounts, homes=homes))
+        return asyncio.run(
+            serve(settings, handover, engine_paths=sys.argv[4:], accounts=accounts, homes_file=homes_file)
+        )
     except asyncio.CancelledError:  # a signal while it was connecting
         return 0
     except MiniInferError as error:

@@ -283,7 +283,7 @@ class AsyncEngine:
         """Who may compute its prompt: the engine that decodes it asks, where that pays."""
         if not among:
             return None
-        route = self._router.route(request.chain, 1, among)
+        route = self._router.route(request.chain, 1, among, role=1)
         self._router.end(route)  # what it has to do it tells
         engine = self.replicas[route.replica].info
         return None if engine is None else engine.prompts_at

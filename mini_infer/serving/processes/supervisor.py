@@ -24,6 +24,7 @@ from mini_infer.serving.processes.api_process import ApiProcess
 from mini_infer.serving.processes.engines import engines_of
 from mini_infer.serving.processes.kept_engine import KeptEngine
 from mini_infer.serving.processes.launch import PREFIX
+from mini_infer.serving.router import make_homes
 from mini_infer.serving.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Supervisor:
         self._rolling: asyncio.Task[None] | None = None
         self._engine_died = False
         self._accounts = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
-        self._homes = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
+        self._homes = open(make_homes(len(settings.models)))  # noqa: SIM115 closed by `run`
 
     async def run(self) -> int:
         """Starts everything, and serves until a signal or a failure.
