@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,4 +36,6 @@ def in_use() -> bool:
 
 
 def _digest(source: Path) -> str:
+    import hashlib  # half of the time of `import mini_infer`, for what is seldom there
+
     return hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "gone"

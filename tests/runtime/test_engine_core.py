@@ -58,15 +58,19 @@ class Posted:
         return []
 
 
+def core_of(executor: Counting, posted: Posted, records_kept: int = 0) -> EngineCore:
+    def make_scheduler() -> Scheduler:
+        settings = {"follows": executor.overlap, "stages": executor.stages}
+        return Scheduler(SchedulerConfig(max_num_seqs=8), KVManager(256, 4, 128), **settings)
+
+    return EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_loop_runs_on_any_executor_and_clock(overlap: bool, stages: int) -> None:
     executor, posted = Counting(overlap, stages), Posted()
-
-    def make_scheduler() -> Scheduler:
-        return Scheduler(SchedulerConfig(max_num_seqs=4), KVManager(64, 4, 64), follows=overlap, stages=stages)
-
-    core = EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept=100)  # type: ignore[arg-type]
+    core = core_of(executor, posted, records_kept=100)
     params = SamplingParams(max_tokens=5)
     for name in "abc":
         core.scheduler.add(Request(name, [0] * 6, params, max_total_tokens=11))
@@ -85,11 +89,7 @@ def test_the_loop_runs_on_any_executor_and_clock(overlap: bool, stages: int) -> 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_alone_in_a_pipeline_goes_behind_itself_where_steps_overlap(overlap: bool, stages: int) -> None:
     executor, posted = Counting(overlap, stages), Posted()
-
-    def make_scheduler() -> Scheduler:
-        return Scheduler(SchedulerConfig(max_num_seqs=4), KVManager(64, 4, 64), follows=overlap, stages=stages)
-
-    core = EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept=0)  # type: ignore[arg-type]
+    core = core_of(executor, posted)
     core.scheduler.add(Request("a", [0] * 6, SamplingParams(max_tokens=9), max_total_tokens=15))
     while core.scheduler.num_unfinished:
         core.step()
@@ -109,11 +109,7 @@ def test_a_request_alone_in_a_pipeline_goes_behind_itself_where_steps_overlap(ov
 @pytest.mark.parametrize(("stages", "running"), [(2, 1), (3, 2), (4, 2), (4, 6)])
 def test_those_of_a_pipeline_that_go_behind_themselves_take_turns(stages: int, running: int) -> None:
     executor, posted = Counting(True, stages), Posted()
-
-    def make_scheduler() -> Scheduler:
-        return Scheduler(SchedulerConfig(max_num_seqs=8), KVManager(256, 4, 128), follows=True, stages=stages)
-
-    core = EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept=0)  # type: ignore[arg-type]
+    core = core_of(executor, posted)
     requests = [Request(str(i), [0] * 6, SamplingParams(max_tokens=100), max_total_tokens=106) for i in range(running)]
     for request in requests:
         core.scheduler.add(request)
