@@ -52,7 +52,7 @@ class Findings:
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
     points: Sequence[Point] | None = None  # that were measured; None: all of the experiment's
-    gpu: Mapping[str, float] = field(default_factory=dict)  # clock_mhz, power_w, temperature_c: medians over the passes
+    gpu: Mapping[str, Any] = field(default_factory=dict)  # by the names of ProcessInfo
     processes: Sequence[ProcessInfo] = ()
 
 

@@ -61,6 +61,10 @@ class Library:
         value._obj.value = self.energy
         return 0
 
+    def nvmlDeviceGetUtilizationRates(self, handle, value):
+        value._obj.gpu = handle  # percent
+        return 0
+
 
 def test_a_gpu_tells_clock_power_temperature_and_energy(monkeypatch):
     gpu = clocks.Gpu(Library(), None)
@@ -68,11 +72,19 @@ def test_a_gpu_tells_clock_power_temperature_and_energy(monkeypatch):
     monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
     watch = clocks.Watch("cuda")
     assert watch.after(watch.before()).joules == 70.0
-    assert watch.medians() == {"clock_mhz": 1980.0, "power_w": 700.0, "temperature_c": 61.0}
+    assert watch.summary() == {"clock_mhz": 1980.0, "power_w": 700.0, "temperature_c": 61.0, "busy_others": 0}
     assert clocks.Gpu(Library(failed=3), None).read() is None
+
+
+def test_other_gpus_that_compute_for_somebody_else_are_counted(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(clocks, "find_gpu", lambda device: clocks.Gpu(library, None, others=[0, 85, 3]))
+    watch = clocks.Watch("cuda")
+    watch.after(watch.before())
+    assert watch.summary()["busy_others"] == 2
 
 
 def test_where_nobody_knows_the_gpu_nothing_depends_on_it():
     assert clocks.find_gpu("cpu") is None
     watch = clocks.Watch("cpu")
-    assert (watch.after(watch.before()).joules, watch.medians()) == (None, {})
+    assert (watch.after(watch.before()).joules, watch.summary()) == (None, {})

@@ -113,9 +113,10 @@ def test_numbers_and_gates_are_put_together(config, monkeypatch):
     gate, worse = Gate("engine", "", 10, 10, None), Gate("engine", "", 3, 10, object())
     alone = Gate("engine", "", 50, 50, None, "every request alone")
     errors = [ErrorGate("engine", None, error, 0.02, "fp32") for error in (0.01, float("nan"), 0.5)]
+    gpu = {"power_w": 600.0, "busy_others": 1}
     given = found_by(
         monkeypatch,
-        findings(1.0, gates=[gate, alone], error_gates=errors[:1], notes=["all", "one"], gpu={"power_w": 600.0}),
+        findings(1.0, gates=[gate, alone], error_gates=errors[:1], notes=["all", "one"], gpu=gpu),
         findings(2.0, gates=[worse], error_gates=errors[1:2], notes=["all"]),
         findings(3.0, gates=[gate], error_gates=errors[2:], notes=["all", "other"]),
     )
@@ -125,7 +126,8 @@ def test_numbers_and_gates_are_put_together(config, monkeypatch):
     assert other == alone  # against something else
     assert (joined.equal_tokens, joined.total_tokens, joined.passed) == (23, 30, False)
     assert found.error_gates == errors[1:2]  # no number is worse than any
-    assert found.notes == ["all", "Process 1: one", "Process 3: other"]
+    shared = "Up to 1 other GPUs of this machine computed for somebody else meanwhile."
+    assert found.notes == [shared, "all", "Process 1: one", "Process 3: other"]
     assert [about.power_w for about in found.processes] == [600.0, None, None]
     assert [schema.workload(own) for own in given] == [schema.workload(config())] * 3
 

@@ -14,7 +14,7 @@ import ctypes
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -65,14 +65,20 @@ class GpuState(NamedTuple):
     power_w: float
     temperature_c: float
     joules: float | None
+    busy_others: int = 0  # GPUs of the machine that compute, and not for this process
+
+
+class _Use(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the time since the last reading
 
 
 class Gpu:
-    """A handle of the library on one GPU."""
+    """A handle of the library on one GPU, and those of the machine's GPUs that this process does not see."""
 
-    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
+    def __init__(self, library: Any, handle: ctypes.c_void_p, others: Sequence[ctypes.c_void_p] = ()) -> None:
         self._library = library
         self._handle = handle
+        self._others = others
 
     def read(self) -> GpuState | None:
         clock = self._ask(ctypes.c_uint, "nvmlDeviceGetClockInfo", _SM)
@@ -81,7 +87,12 @@ class Gpu:
         energy = self._ask(ctypes.c_ulonglong, "nvmlDeviceGetTotalEnergyConsumption")
         if clock is None or power is None or heat is None:
             return None
-        return GpuState(float(clock), power / 1e3, float(heat), None if energy is None else energy / 1e3)
+        busy = sum(map(self._computes, self._others))
+        return GpuState(float(clock), power / 1e3, float(heat), None if energy is None else energy / 1e3, busy)
+
+    def _computes(self, handle: ctypes.c_void_p) -> bool:
+        use = _Use()
+        return not self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) and use.gpu > 0
 
     def _ask(self, kind: Any, function: str, *arguments: int) -> int | None:
         value = kind()
@@ -97,13 +108,27 @@ def find_gpu(device: str) -> Gpu | None:
 
     try:
         library = ctypes.CDLL(LIBRARY)
-        handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
-        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-            return None
+        seen = [f"GPU-{torch.cuda.get_device_properties(i).uuid}".encode() for i in range(torch.cuda.device_count())]
+        found = {} if library.nvmlInit_v2() else _handles(library)
+        handle = found.get(seen[torch.cuda.current_device()])
     except (OSError, AttributeError):
         return None
-    return Gpu(library, handle)
+    if handle is None:
+        return None
+    return Gpu(library, handle, [other for uuid, other in found.items() if uuid not in seen])
+
+
+def _handles(library: Any) -> dict[bytes, ctypes.c_void_p]:
+    """Of all GPUs of the machine, by UUID."""
+    count = ctypes.c_uint()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    found = {}
+    for index in range(count.value):
+        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if not library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            library.nvmlDeviceGetUUID(handle, uuid, len(uuid))
+            found[uuid.value] = handle
+    return found
 
 
 class Watch:
@@ -134,10 +159,13 @@ class Watch:
     def _read(self) -> GpuState | None:
         return None if self._gpu is None else self._gpu.read()
 
-    def medians(self) -> dict[str, float]:
-        """Of `states`, by the names that ProcessInfo has for them."""
-        names = ("clock_mhz", "power_w", "temperature_c") if self.states else ()
-        return {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
+    def summary(self) -> dict[str, float]:
+        """Of `states`, by the names that ProcessInfo has for them: medians, and the most others that were busy."""
+        if not self.states:
+            return {}
+        names = ("clock_mhz", "power_w", "temperature_c")
+        medians = {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
+        return {**medians, "busy_others": max(state.busy_others for state in self.states)}
 
     def _note(self, found: Speed) -> Speed:
         best = self._best or found

@@ -91,6 +91,8 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
             kept.keep(index, own, found[-1])
         if isinstance(findings.error, KeyboardInterrupt):
             break
+    if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
+        notes.append(f"Up to {busy} other GPUs of this machine computed for somebody else meanwhile.")
     return merged(found, settings.processes, notes)
 
 

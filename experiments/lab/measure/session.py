@@ -163,7 +163,7 @@ class Session:
 
     @property
     def gpu(self) -> dict[str, float]:
-        return self._watch.medians()
+        return self._watch.summary()
 
     def _next(self, cell: Cell, what: str) -> None:
         self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")

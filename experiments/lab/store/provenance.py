@@ -26,6 +26,7 @@ class ProcessInfo:
     clock_mhz: float | None = None  # of the GPU's multiprocessors
     power_w: float | None = None
     temperature_c: float | None = None
+    busy_others: int | None = None  # other GPUs of the machine that computed for somebody else, the most at a time
 
 
 def commit(root: Path) -> str | None:
