@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from experiments.lab.judge import roofline
 from experiments.lab.judge.metrics import SLO
-from experiments.lab.judge.roofline import StepWork, cost, floor
+from experiments.lab.judge.roofline import StepCosts, StepWork, floor
 from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.kinds import Kind
@@ -49,7 +49,7 @@ def test_parameters_of_real_models_are_counted_exactly(qwen):
 
 
 def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
-    step = cost(qwen, torch.bfloat16, StepWork(tokens=1, sampled=1, rows=1, context=1, pairs=1))
+    step = StepCosts(qwen, torch.bfloat16).of(StepWork(tokens=1, sampled=1, rows=1, context=1, pairs=1))
     weights = 2 * (7_615_616_512 - 152_064 * 3_584)  # without the embedding table
     new_kv, embedding, logits = 2 * 28 * 2 * 4 * 128, 2 * 3_584, 2 * 152_064
     assert step.bytes == weights + new_kv + embedding + logits
@@ -59,8 +59,8 @@ def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
 
 
 def test_a_long_context_adds_its_kv(qwen):
-    short = cost(qwen, torch.bfloat16, StepWork(64, 64, 64, 64 * 10, 64 * 10))
-    long = cost(qwen, torch.bfloat16, StepWork(64, 64, 64, 64 * 4096, 64 * 4096))
+    short = StepCosts(qwen, torch.bfloat16).of(StepWork(64, 64, 64, 64 * 10, 64 * 10))
+    long = StepCosts(qwen, torch.bfloat16).of(StepWork(64, 64, 64, 64 * 4096, 64 * 4096))
     tokens = 64 * (4096 - 10)
     assert long.bytes - short.bytes == tokens * 57_344  # bytes a token: 28 layers, K and V, 4 heads, 128, bf16
     assert long.flops["bfloat16"] - short.flops["bfloat16"] == tokens * 28 * 4 * 28 * 128
@@ -68,7 +68,7 @@ def test_a_long_context_adds_its_kv(qwen):
 
 def test_a_prompt_is_bound_by_operations(qwen, h200):
     n = 4096
-    step = cost(qwen, torch.bfloat16, StepWork(tokens=n, sampled=1, rows=1, context=n, pairs=n * (n + 1) // 2))
+    step = StepCosts(qwen, torch.bfloat16).of(StepWork(tokens=n, sampled=1, rows=1, context=n, pairs=n * (n + 1) // 2))
     layers = 7_615_616_512 - 2 * 152_064 * 3_584
     head = 2 * 152_064 * 3_584
     flops = 2 * layers * n + head + 28 * 4 * 28 * 128 * n * (n + 1) // 2
@@ -83,35 +83,36 @@ def test_a_prompt_is_bound_by_operations(qwen, h200):
 )
 def test_quantized_weights_are_fewer_bytes_and_faster_products(qwen, h200, scheme, ms, product):
     quantized = dataclasses.replace(qwen, quantization=rounding(scheme, 128, symmetric=True))
-    assert 1e3 * floor(cost(quantized, torch.bfloat16, StepWork(1, 1, 1, 1, 1)), h200).seconds == pytest.approx(
+    assert 1e3 * floor(StepCosts(quantized, torch.bfloat16).of(StepWork(1, 1, 1, 1, 1)), h200).seconds == pytest.approx(
         ms, abs=0.01
     )
     prompt = StepWork(tokens=4096, sampled=1, rows=1, context=4096, pairs=4096 * 4097 // 2)
-    found, plain = (cost(spec, torch.bfloat16, prompt).flops for spec in (quantized, qwen))
+    found, plain = (StepCosts(spec, torch.bfloat16).of(prompt).flops for spec in (quantized, qwen))
     assert sum(found.values()) == plain["bfloat16"]
     assert found[product] >= 2 * 6.5e9 * 4096
 
 
 def test_keys_and_values_in_fp8_are_half_the_bytes(qwen):
     step = StepWork(1, 0, 1, 8192, 8192)
-    assert cost(qwen, torch.bfloat16, step).bytes - cost(
-        dataclasses.replace(qwen, fp8_kv=True), torch.bfloat16, step
-    ).bytes == pytest.approx(8192 * 57_344 / 2)
+    wide, narrow = (
+        StepCosts(spec, torch.bfloat16).of(step).bytes for spec in (qwen, dataclasses.replace(qwen, fp8_kv=True))
+    )
+    assert wide - narrow == pytest.approx(8192 * 57_344 / 2)
 
 
 def test_prompts_that_sample_nothing_do_not_read_lm_head(qwen):
     step = StepWork(512, 0, 1, 512, 512 * 513 // 2)
-    with_logits = cost(qwen, torch.float32, dataclasses.replace(step, sampled=1))
-    without = cost(qwen, torch.float32, step)
+    with_logits = StepCosts(qwen, torch.float32).of(dataclasses.replace(step, sampled=1))
+    without = StepCosts(qwen, torch.float32).of(step)
     assert with_logits.bytes - without.bytes == 4 * (152_064 * 3_584 + 152_064)
 
 
 def test_a_window_bounds_what_is_read():
     spec = spec_of("mistral_7b")
-    inside = cost(spec, torch.float16, StepWork(1, 1, 1, 4000, 4000))
-    outside = cost(spec, torch.float16, StepWork(1, 1, 1, 9000, 9000))
+    inside = StepCosts(spec, torch.float16).of(StepWork(1, 1, 1, 4000, 4000))
+    outside = StepCosts(spec, torch.float16).of(StepWork(1, 1, 1, 9000, 9000))
     assert outside.bytes - inside.bytes == (4096 - 4000 + 1) * 32 * 2 * 8 * 128 * 2
-    assert cost(spec, torch.float16, StepWork(1, 1, 1, 20_000, 20_000)) == outside
+    assert StepCosts(spec, torch.float16).of(StepWork(1, 1, 1, 20_000, 20_000)) == outside
 
 
 def record(**changes):

@@ -20,8 +20,10 @@ at 4.45 TB/s take 3.18 ms.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from experiments.lab.measure.hardware import Ceilings
@@ -85,29 +87,39 @@ def work(record: StepRecord) -> StepWork:
     return StepWork(decode + prefill, sampled, rows + prefill_rows, context, pairs)
 
 
-def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
-    """The least bytes and operations of one step; `dtype` is that of activations, and of what is not quantized."""
-    wide, size = str(dtype).removeprefix("torch."), dtype.itemsize
-    weight_bytes, product = _projections(spec, dtype)
-    head, attention = spec.vocab_size * spec.hidden_size, spec.attention
-    kv_row = spec.kv_layout(dtype).bytes_per_token // spec.num_layers  # of one token in one layer
-    pair_flops = 2 * attention.num_heads * (attention.head_dim + attention.value_dim)
-    moved = weight_bytes * layer_weights(spec, done.tokens)
-    moved += done.tokens * (spec.hidden_size * size + spec.num_layers * kv_row)
-    flops = 0.0
-    if done.sampled:
-        moved += size * (head + done.sampled * spec.vocab_size)
-        flops += 2.0 * head * done.sampled
-    for window in spec.windows:
-        seen, pairs = done.context, done.pairs
-        if window is not None:
-            seen = min(seen, done.rows * window + done.tokens)
-            pairs = min(pairs, done.tokens * window)
-        moved += max(seen - done.tokens, 0) * kv_row
-        flops += pair_flops * pairs
-    by_dtype = {wide: flops}
-    by_dtype[product] = by_dtype.get(product, 0.0) + 2.0 * layer_weights(spec, 1) * done.tokens
-    return Cost(float(moved), by_dtype)
+class StepCosts:
+    """The least bytes and operations of steps of one model; `dtype` is that of activations, and of what is not
+    quantized. What does not change from step to step is counted once: a run has hundreds of thousands of steps."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        attention, size = spec.attention, dtype.itemsize
+        self._wide = str(dtype).removeprefix("torch.")
+        weight_bytes, self._product = _projections(spec, dtype)
+        self._layer_bytes = cache(lambda tokens: weight_bytes * layer_weights(spec, tokens))
+        self._token_flops = 2.0 * layer_weights(spec, 1)
+        self._kv_row = spec.kv_layout(dtype).bytes_per_token // spec.num_layers  # of one token in one layer
+        self._token_bytes = spec.hidden_size * size + spec.num_layers * self._kv_row
+        self._pair_flops = 2 * attention.num_heads * (attention.head_dim + attention.value_dim)
+        self._head, self._logits_bytes = spec.vocab_size * spec.hidden_size, size * spec.vocab_size
+        self._head_bytes = size * self._head
+        self._windows = Counter(spec.windows)
+
+    def of(self, done: StepWork) -> Cost:
+        moved = self._layer_bytes(done.tokens) + done.tokens * self._token_bytes
+        flops = 0.0
+        if done.sampled:
+            moved += self._head_bytes + done.sampled * self._logits_bytes
+            flops += 2.0 * self._head * done.sampled
+        for window, layers in self._windows.items():
+            seen, pairs = done.context, done.pairs
+            if window is not None:
+                seen = min(seen, done.rows * window + done.tokens)
+                pairs = min(pairs, done.tokens * window)
+            moved += layers * max(seen - done.tokens, 0) * self._kv_row
+            flops += layers * self._pair_flops * pairs
+        by_dtype = {self._wide: flops}
+        by_dtype[self._product] = by_dtype.get(self._product, 0.0) + self._token_flops * done.tokens
+        return Cost(float(moved), by_dtype)
 
 
 def _projections(spec: ModelSpec, dtype: torch.dtype) -> tuple[float, str]:
@@ -163,5 +175,5 @@ def floor(cost: Cost, ceilings: Ceilings) -> Floor:
     return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), seconds)
 
 
-def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
-    return [floor(cost(spec, dtype, work(record)), ceilings) for record in records]
+def floors(costs: StepCosts, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
+    return [floor(costs.of(work(record)), ceilings) for record in records]

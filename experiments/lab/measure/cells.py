@@ -87,9 +87,9 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, problem)
     spec = as_served(load_spec(cell.engine.model), cell.engine)
     device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
-    dtype = resolve_dtype(cell.engine.model, spec, device)
+    costs = roofline.StepCosts(spec, resolve_dtype(cell.engine.model, spec, device))
     together = ceilings.of(cell.engine.parallel.ranks)
-    return Context(slo, lambda records: roofline.floors(spec, dtype, records, together))
+    return Context(slo, lambda records: roofline.floors(costs, records, together))
 
 
 def starts_untimed(cell: Cell) -> bool:

@@ -172,7 +172,7 @@ class Roofline:
 
     def __init__(self, target: Target) -> None:
         assert target.ceilings is not None
-        self._spec, self._dtype = target.spec, target.dtype
+        self._costs = roofline.StepCosts(target.spec, target.dtype)
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
         self._block, self._push_block_s = _block_bytes(target), push_block_s(target)
 
@@ -185,8 +185,7 @@ class Roofline:
             context=work.decode_context + work.prompt_reach,
             pairs=work.decode_context + work.prompt_pairs,
         )
-        cost = roofline.cost(self._spec, self._dtype, done)
-        return roofline.floor(cost, self._ceilings).seconds
+        return roofline.floor(self._costs.of(done), self._ceilings).seconds
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""

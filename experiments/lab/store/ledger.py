@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from experiments.lab.judge import validity
 from experiments.lab.judge.gate import Gate, Tokens, compare
@@ -114,6 +114,9 @@ class Ledger:
         terms, served = self._terms, measured.served
         self._host_drifts.append(0.0 if measured.drift.gpu is None else measured.drift.host)
         against, label = terms.contexts[cell.key], terms.labels[cell.variant]
+        floors = against.floors(served.records) if against.floors else ()  # once, for all metrics
+        if against.floors:
+            against = replace(against, floors=lambda _: floors)
         first = self.tokens(cell.key) if cells.tokens_must_agree(cell) else None
         evidence = Evidence(
             served,
@@ -123,7 +126,7 @@ class Ledger:
             made_up_prompts=cells.drafts_on_made_up_prompts(cell),
             items=measured.items,
             before=measured.before,
-            floors_s=[floor.seconds for floor in against.floors(served.records)] if against.floors else (),
+            floors_s=[floor.seconds for floor in floors],
             stages=cell.engine.parallel.pipeline,
         )
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
