@@ -15,7 +15,7 @@ from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, logit_gate, prediction
 from experiments.lab.judge.exact_gate import ExactGate
-from experiments.lab.judge.gate import Gate
+from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
@@ -151,8 +151,8 @@ class Ablation(Experiment):
             )
         ) as session:
             gated = self.settings.gates
-            error_gates = logit_gate.gates(self._gated, error) if gated and (error := spec.gate_logit_error) else []
-            exact_gates = self._exact_gates(device, inputs) if gated else []
+            error_gates = self._logit_gates(steps) if gated else []
+            exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
@@ -227,7 +227,14 @@ class Ablation(Experiment):
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_engine(cell.engine) for cell in ours}
 
-    def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
+    def _logit_gates(self, steps: Steps) -> list[ErrorGate]:
+        allowed = self.spec.gate_logit_error
+        if allowed is None:
+            return []
+        steps.note("gates: logits of all variants, beside those in fp32")
+        return logit_gate.gates(self._gated, allowed)
+
+    def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, found = ExactGate(device), []
         known: list[tuple[list[EngineConfig], list[Gate]]] = []
@@ -235,6 +242,7 @@ class Ablation(Experiment):
             engines = [_one_engine(self._cell(variant, point).engine) for point in self._gate_at]
             gates = next((gates for others, gates in known if others == engines), None)
             if gates is None:
+                steps.note(f"gates: tokens of {self.variants[variant]}, beside each request's alone")
                 gates = [exact.of_probes(variant, engine)]
                 for point, config in zip(self._gate_at, engines, strict=True) if device == "cuda" else ():
                     asked = inputs[point.name]

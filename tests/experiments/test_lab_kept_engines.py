@@ -15,6 +15,7 @@ from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Inputs, Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -129,7 +130,7 @@ def test_the_gate_may_be_left_to_some_points(build, monkeypatch):
     monkeypatch.setattr(ablation.Ablation, "_gated", own)  # of a dry model there is none
     experiment = build(gate_at=[{"load": "one long"}])
     empty = dict.fromkeys(("short", "one long"), Inputs((), ()))
-    assert len(experiment._exact_gates("cuda", empty)) == 4
+    assert len(experiment._exact_gates("cuda", empty, Steps(""))) == 4
     assert asked == [(variant, point) for variant in ("transformers", "engine") for point in ("", "one long")]
     with pytest.raises(ConfigError, match=r"experiment.gate_at\[0\]=.*names no measured point"):
         build(gate_at=[{"load": "nowhere"}])

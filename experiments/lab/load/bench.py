@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.load.clients import Target
+from experiments.lab.load.clients import ASKED, Target
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
@@ -40,7 +40,7 @@ class Bench:
         concurrency: int,
         salt: str,
     ) -> Served:
-        body = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
+        body = {**ASKED, "max_tokens": output_tokens, "cache_salt": salt}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -23,6 +23,9 @@ MODULE = "experiments.lab.load.client"
 STREAMS_EACH = 64  # of a process, before there is another one
 LEAD_S = 0.05  # from the word to go to the start, which all processes share
 
+# Of every request. A model without a tokenizer has no text to tell: with ids each of its tokens has an event anyway.
+ASKED = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -36,11 +39,9 @@ class Target:
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": item.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "return_token_ids": True,
+            **ASKED,
             **({"priority": item.priority} if item.priority else {}),
             **({"cache_salt": salt} if salt else {}),
         }

@@ -92,7 +92,7 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
         if isinstance(findings.error, KeyboardInterrupt):
             break
     if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
-        notes.append(f"Up to {busy} other GPUs of this machine computed for somebody else meanwhile.")
+        notes.append(f"Other GPUs of this machine, {busy} at most, computed for somebody else meanwhile.")
     return merged(found, settings.processes, notes)
 
 
@@ -184,8 +184,8 @@ class _Relay(Steps):
         self._told = time.monotonic()
         self._connection.send(("next", (what,)))
 
-    def again(self, why: str) -> None:
-        self._connection.send(("again", (why,)))
+    def note(self, what: str) -> None:
+        self._connection.send(("note", (what,)))
 
     def tell(self, done: int, total: int) -> None:
         self._connection.send(("tell", (done, total)))

@@ -72,7 +72,10 @@ class Session:
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
         """While peers load, engines that are kept start, and are warmed up at each point of `inputs`. Comes back when
         those peers are there: nothing is timed while they load."""
-        for cell in self.cells.values() if self._peers.begun else ():
+        if not self._peers.begun:
+            return
+        self._steps.note("engines start, and others load")
+        for cell in self.cells.values():
             first = cell.variant == cell.engine_of and cell.variant not in self._left_out
             here = cell.kind is Kind.engine and cell.point.name in inputs
             if first and here and cells.starts_untimed(cell):
@@ -144,7 +147,7 @@ class Session:
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once: its rows, repeated attempts first. `again`: why it is measured once more."""
         if again:
-            self._steps.again(again)
+            self._steps.note(f"again, because {again}")
         else:
             self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
         self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
@@ -172,6 +175,6 @@ class Session:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
         while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
-            self._steps.again(problem)
+            self._steps.note(f"again, because {problem}")
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

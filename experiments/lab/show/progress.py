@@ -88,9 +88,9 @@ class Steps:
         seconds = (time.monotonic() - self._started) / self._done * (self._total - self._done)
         return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
 
-    def again(self, why: str) -> None:
-        """The step is done once more."""
-        self._say(f"{self._title}: again, because {why}")
+    def note(self, what: str) -> None:
+        """Of what is done beside the steps: again, because ...; gates, which take a while before the first step."""
+        self._say(f"{self._title}: {what}")
 
     def _say(self, text: str, before: str = "") -> None:
         if self._drawn:
