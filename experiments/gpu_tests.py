@@ -7,6 +7,7 @@ Those are marked `gpu`. Where there is a GPU, tests/conftest.py so marks what ta
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ def main(arguments: list[str]) -> int:
         # Of all files, of which one that cannot be read must not end the run.
         chosen = ["-m", "gpu", "--continue-on-collection-errors"]
         command = ["pytest", *chosen, f"--junitxml={log}", "-o", "junit_family=xunit1", *arguments]
-        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
+        environment = {**os.environ, "TEST_GPUS": str(torch.cuda.device_count())}
+        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment).returncode
         text = summary(log, " ".join(["python -m experiments.gpu_tests", *arguments]))
     (ROOT / "reports" / "gpu_tests.md").write_text(text)
     return status
@@ -78,7 +80,9 @@ def _outcome(case: ET.Element) -> str:
 
 def _device() -> str:
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return f"{torch.cuda.get_device_name()} (compute capability {capability}), CUDA {torch.version.cuda}"
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_name() if count == 1 else f"{count} of {torch.cuda.get_device_name()}"
+    return f"{name} (compute capability {capability}), CUDA {torch.version.cuda}"
 
 
 if __name__ == "__main__":
