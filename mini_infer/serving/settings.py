@@ -227,8 +227,8 @@ class ServerSettings:
 
     @property
     def keeps_engines(self) -> bool:
-        """Whether another engine takes the place of one that ends: others serve meanwhile, or it has ranks, any of which
-        may have been what failed."""
+        """Whether another engine takes the place of one that ends: of several, or where it has ranks, any of which may
+        fail."""
         ranks = (engine.ranks for model in self.models for engine in model.engine.parallel.of_engines)
         return self.num_engines > 1 or max(ranks) > 1
 

@@ -64,8 +64,8 @@ class Supervisor:
         """Starts everything, and serves until a signal or a failure.
 
         Returns:
-            The exit code: 0 after SIGTERM or SIGINT, 1 when an engine died that is not kept, when none of those that are
-            could be started again, or when an API process could not start.
+            The exit code: 0 after SIGTERM or SIGINT, 1 when an engine died that nobody starts again, when none could be
+            started again, or when an API process could not start.
 
         Raises:
             ConfigError, ModelError, EngineDead: the engine cannot start.
