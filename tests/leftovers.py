@@ -1,4 +1,4 @@
-"""What killed processes must not leave behind: processes that they had started, shared memory, folders of sockets."""
+"""What killed processes must not leave behind: processes that they had started, shared memory, temporary files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-
-from mini_infer.serving.processes.launch import PREFIX
+import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
@@ -19,17 +18,20 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def nothing_left(seconds: float = 20.0) -> Iterator[None]:
-    """Some seconds after the end there is nothing that was not there before."""
-    before = _there_is()
-    _adopt_orphans(True)
-    try:
-        yield
-        until = time.monotonic() + seconds
-        while (new := _there_is() - before) and (left := new - _others_use()):
-            assert time.monotonic() < until, f"left behind: {left}"
-            time.sleep(0.02)
-    finally:
-        _adopt_orphans(False)
+    """At the end, or some seconds later, there is nothing that was not there before."""
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", temporary)
+        patch.setattr(tempfile, "tempdir", temporary)
+        before = _there_is(temporary)
+        _adopt_orphans(True)
+        try:
+            yield
+            until = time.monotonic() + seconds
+            while (new := _there_is(temporary) - before) and (left := new - _shared_by_others()):
+                assert time.monotonic() < until, f"left behind: {left}"
+                time.sleep(0.02)
+        finally:
+            _adopt_orphans(False)
 
 
 def _adopt_orphans(whether: bool) -> None:
@@ -37,11 +39,10 @@ def _adopt_orphans(whether: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(whether))
 
 
-def _there_is() -> set[psutil.Process | Path]:
-    """Processes below this one, pieces of shared memory, folders."""
+def _there_is(temporary: str) -> set[psutil.Process | Path]:
     children = psutil.Process().children(recursive=True)
-    folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
-    return {*filter(_lives, children), *filter(Path.is_file, SHARED_MEMORY.iterdir()), *folders}
+    shared = (path for path in SHARED_MEMORY.iterdir() if path.is_file())
+    return {*filter(_lives, children), *shared, *Path(temporary).iterdir()}
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -51,13 +52,13 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _others_use() -> set[psutil.Process | Path]:
-    """What processes have, of other tests too: the memory that they map, the folders of their sockets."""
-    used = {Path(line.split()[-1]).parent for line in Path("/proc/net/unix").read_text().splitlines() if PREFIX in line}
+def _shared_by_others() -> set[psutil.Process | Path]:
+    """The memory that processes map, of other tests too."""
+    used = set[psutil.Process | Path]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text().splitlines()
         except OSError:  # it has ended, or is somebody else's
             continue
         used |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line}
-    return {*used}
+    return used
