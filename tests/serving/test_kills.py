@@ -183,6 +183,19 @@ def test_an_engine_that_loses_a_rank_is_started_anew() -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.attack
+def test_an_engine_whose_own_process_hangs_is_started_anew() -> None:
+    """Later than it would have said that a rank hangs."""
+    flags = (*TENSOR, *MODEL, "--model", "tiny-draft", "--parallel.timeout_s", "1", "--hang-timeout", "2")
+    with nothing_left(), running(*flags, dry=False) as server:
+        before = processes("ranks", server.process.pid)
+        before["engine"][0].suspend()
+        wait_until_logged(server, "the engine has not said anything for 3 s, and is ended")
+        wait_until_it_serves(server)
+        assert not psutil.wait_procs([*before["engine"], *before["rank"]], timeout=0)[1]
+        assert server.stop() == 0
+
+
 def test_an_engine_that_cannot_be_started_anew_ends_the_server(tmp_path: Path) -> None:
     source = shipped_path("tiny-draft")
     assert source is not None
