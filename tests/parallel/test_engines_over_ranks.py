@@ -229,6 +229,6 @@ def test_limits_are_the_least_of_all_ranks(
     monkeypatch.setattr(Worker, "allocate", allocate_and_tell)
     engine = make_engine(cache={"num_blocks": None}, scheduler={"preemption": "swap"})
     assert (engine.executor.limits.num_blocks, engine.executor.limits.num_host_blocks) == (30, 10)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["30 10"] * 2
     assert engine.scheduler.kv.num_blocks == 30
     assert len(engine.generate("def f(", GREEDY[0])[0].outputs[0].token_ids) == 20
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["30 10"] * 2
