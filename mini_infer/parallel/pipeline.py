@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mini_infer.parallel.all_reduce import NEVER, exchange, host_group, nccl_group
+from mini_infer.parallel.all_reduce import exchange, host_group, nccl_group
 
 if TYPE_CHECKING:
     from mini_infer.parallel.context import ParallelContext
 
+NEVER = timedelta(days=1000)  # what a stage is told may lie there as long as there is nothing to do
 _HIDDEN, _TOKENS = 0, 1  # tags of gloo
 
 
@@ -45,7 +47,6 @@ class Pipe:
         own = dist.PrefixStore(f"rank {parallel.rank} of all stages", store)
         if device.type == "cuda":  # a group orders what is sent in it, and these two must not wait for each other
             names = ("hidden", "tokens")
-            # What a stage is told may lie there as long as there is nothing to do.
             self._groups = [nccl_group(name, own, parallel.stage, parallel.stages, NEVER) for name in names]
             self.over_nccl = self._groups
         else:

@@ -371,6 +371,8 @@ def test_what_is_wrong_with_the_settings_is_said_once(make_engine: MakeEngine) -
         make_engine(tensor=1, parallel={"pipeline": 7})
     with pytest.raises(ConfigError, match="a dry model has nothing that ranks could share"):
         EngineConfig.from_dict({"model": {"load_format": "dry"}, "parallel": {"tensor": 2}})
+    with pytest.raises(ConfigError, match=r"parallel\.start_timeout_s must be above 0, got 0"):
+        EngineConfig.from_dict({"parallel": {"start_timeout_s": 0}})
     with pytest.raises(ConfigError, match=r"parallel\.tensor must be at least 1, got 0"):
         EngineConfig.from_dict({"parallel": {"tensor": 0}})
 
