@@ -241,6 +241,7 @@ class ParallelConfig:
     pipeline: int = 1  # stages of layers, each of the ranks above; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
+    start_timeout_s: float = 900.0  # so does a start, of several ranks: loading the model takes most of it
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
     launcher: Launcher = Launcher.processes  # what the engines behind mini-infer-serve are
@@ -261,8 +262,9 @@ class ParallelConfig:
                     f"parallel.prefill_tensor={self.prefill_tensor} is of engines for prompts: set parallel.prefill "
                     "and parallel.decode, or parallel.tensor for all engines"
                 )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"parallel.{name} must be above 0, got {getattr(self, name)}")
         at_least(self, 0, "redundant_experts")
         if self.redundant_experts and (self.expert == 1 or self.redundant_experts % self.expert):
             raise ConfigError(

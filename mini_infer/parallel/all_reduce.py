@@ -28,7 +28,7 @@ from mini_infer.parallel.peer_memory import NoPeerAccess
 
 COPIED_ON = ("cuda",)  # devices with an engine for copies
 LOOK_S = 0.02  # between two looks at the store
-START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
+LONGEST = timedelta(days=24)  # in milliseconds of 32 bits; the executor watches starts and steps
 
 
 class Collectives:
@@ -170,7 +170,7 @@ def host_group(store: dist.Store, rank: int, size: int) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = START_TIMEOUT
+    options._timeout = LONGEST
     return gloo(dist.PrefixStore("host", store), rank, size, options)
 
 

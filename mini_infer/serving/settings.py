@@ -226,10 +226,21 @@ class ServerSettings:
         return sum(model.engine.parallel.engines for model in self.models)
 
     @property
+    def keeps_engines(self) -> bool:
+        """Whether another engine takes the place of one that ends: of several, or where it has ranks, any of which may
+        fail."""
+        ranks = (engine.ranks for model in self.models for engine in model.engine.parallel.of_engines)
+        return self.num_engines > 1 or max(ranks) > 1
+
+    @property
+    def places_engines(self) -> bool:
+        return any(model.gpus or model.engine.parallel.launcher is Launcher.ray for model in self.models)
+
+    @property
     def is_supervised(self) -> bool:
-        """Whether engines and API processes are several, or must be somewhere: then a process more looks after them."""
-        chosen = any(model.gpus or model.engine.parallel.launcher is Launcher.ray for model in self.models)
-        return chosen or self.api_processes > 1 or self.num_engines > 1
+        """Whether engines and API processes are several, or are kept, or must be somewhere: then a process more looks
+        after them."""
+        return self.places_engines or self.api_processes > 1 or self.keeps_engines
 
 
 def _require_positive(settings: Any, *names: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from integrity import check_scheduler
 
 from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.limits import Limits
 from mini_infer.parallel import context
 from mini_infer.parallel.all_reduce import Collectives
+from mini_infer.runtime.executor import local
+from mini_infer.runtime.worker.worker import Worker
 from mini_infer.speculative.policy.costs import StepCosts
 
 MakeEngine = Callable[..., LLMEngine]
@@ -198,3 +202,33 @@ def test_two_engines_over_ranks_live_in_a_process_and_have_its_log_probabilities
         assert ours[-1].outputs[0].token_ids == theirs.outputs[0].token_ids
         found = [entry.logprob for entry in (*ours[-1].outputs[0].logprobs, *of_prompt[1:])]
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_limits_are_the_least_of_all_ranks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int
+) -> None:
+    """One of the ranks has less room for KV, and finds less of the host's memory free."""
+    settle, allocate = local.settle_limits, Worker.allocate
+    own: list[int] = []  # this process's rank
+
+    def affordable(worker: Worker, limits: Limits | None = None) -> int:
+        own[:] = [worker._parallel.number]
+        return 30 if own == [least] else 50
+
+    def settle_here(config: EngineConfig, length: int, blocks: int, block_bytes: int) -> Limits:
+        host_blocks = 10 if own == [least] else 20
+        return settle(config, length, blocks, block_bytes, host_gib=2 * host_blocks * block_bytes / 2**30)
+
+    def allocate_and_tell(worker: Worker, limits: Limits, *files: Any) -> None:
+        (tmp_path / str(worker._parallel.number)).write_text(f"{limits.num_blocks} {limits.num_host_blocks}")
+        allocate(worker, limits, *files)
+
+    monkeypatch.setattr(local, "settle_limits", settle_here)
+    monkeypatch.setattr(Worker, "affordable_blocks", affordable)
+    monkeypatch.setattr(Worker, "allocate", allocate_and_tell)
+    engine = make_engine(cache={"num_blocks": None}, scheduler={"preemption": "swap"})
+    assert (engine.executor.limits.num_blocks, engine.executor.limits.num_host_blocks) == (30, 10)
+    assert engine.scheduler.kv.num_blocks == 30
+    assert len(engine.generate("def f(", GREEDY[0])[0].outputs[0].token_ids) == 20
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["30 10"] * 2

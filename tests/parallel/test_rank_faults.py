@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from leftovers import nothing_left
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.errors import ModelError, RankError
-from mini_infer.runtime.executor import fingerprints, rank_process
+from mini_infer.parallel.context import ParallelContext
+from mini_infer.runtime.executor import fingerprints, rank_process, ranks
 from mini_infer.runtime.graphs.capture import GraphMemory, _try
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.worker import Worker
@@ -26,27 +29,70 @@ LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
+PHASES: dict[str, tuple[type, str] | None] = {  # each with what a rank calls in it
+    "connect": (ParallelContext, "connected"),
+    "init": (Worker, "__init__"),
+    "load": (Worker, "load"),
+    "capture": (Worker, "capture"),
+    "prefill": (Runner, "launch"),
+    "decode": (Runner, "launch"),
+    "idle": None,
+}
+OF_A_START = ("connect", "init", "load", "capture")
+TENSOR, STAGES, BOTH = {"tensor": 2}, {"tensor": 1, "pipeline": 2}, {"tensor": 2, "pipeline": 2}
+
+
+class Signals:
+    """A rank sends itself a signal where a phase begins, and notes it before."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, note: Path) -> None:
+        self._patch, self._note = patch, note
+        self._rank = 0  # this process's
+        serve = rank_process._serve
+
+        def serve_as(about: dict[str, Any]) -> None:
+            self._rank = about["rank"]
+            serve(about)
+
+        patch.setattr(rank_process, "_serve", serve_as)
+
+    def plan(self, rank: int, phase: str, number: int = signal.SIGKILL) -> None:
+        if (place := PHASES[phase]) is None:  # a rank that is idle calls nothing
+            return
+        method = getattr(*place)
+
+        def planted(*given: Any) -> Any:
+            of_this_phase = place[0] is not Runner or (phase == "decode") == (given[1].num_decode_rows > 0)
+            if self._rank == rank and of_this_phase:
+                self.send(phase, number)
+            return method(*given)
+
+        self._patch.setattr(*place, planted)
+
+    def send(self, phase: str, number: int = signal.SIGKILL) -> None:
+        self._note.write_text(phase)
+        os.kill(os.getpid(), number)
+
+    @property
+    def sent_in(self) -> str | None:
+        """The phase that it was sent in."""
+        return self._note.read_text() if self._note.exists() else None
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Signals:
+    return Signals(monkeypatch, tmp_path / "phase")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has nothing to say is not given long to say it."""
+    monkeypatch.setattr(rank_process, "DUMP_S", 0.2)
+    monkeypatch.setattr(ranks, "SAY_S", 0.2)
+
+
 def others(engine: LLMEngine) -> list[Any]:
     return engine.executor._ranks.processes
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 def shared_descriptors() -> int:
@@ -66,48 +112,76 @@ def test_a_closed_engine_leaves_no_descriptor_open() -> None:
     assert shared_descriptors() == before
 
 
-STAGES = {"tensor": 1, "pipeline": 2}
+def cells(of: Mapping[str, Sequence[int]], quick: Collection[tuple[str, int, str]]) -> list[Any]:
+    """Each of these ranks in each phase; all but the quick ones are run on demand."""
+    settings = {"tensor": TENSOR, "stages": STAGES, "both": BOTH}
+    found = [(name, rank, phase) for name, ranks_of in of.items() for rank in ranks_of for phase in PHASES]
+    return [
+        pytest.param(settings[cell[0]], *cell[1:], id="-".join(map(str, cell)), marks=marks)
+        for cell in found
+        for marks in [() if cell in quick else pytest.mark.attack]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rank", "busy"),
-    [
-        ({"tensor": 4}, 2, False),
-        ({"tensor": 2, "pipeline": 2}, 1, True),
-        ({"tensor": 2, "pipeline": 2}, 3, False),
-        ({"tensor": 1, "pipeline": 3}, 2, True),
-    ],
+    ("parallel", "rank", "phase"),
+    cells(
+        {"tensor": [1], "stages": [1], "both": [1, 2, 3]},
+        {
+            ("tensor", 1, "connect"),
+            ("tensor", 1, "init"),
+            ("stages", 1, "load"),
+            ("tensor", 1, "capture"),
+            ("both", 2, "prefill"),
+            ("stages", 1, "decode"),
+            ("both", 3, "idle"),
+        },
+    ),
 )
-def test_a_killed_rank_is_named(make_engine: MakeEngine, parallel: dict[str, int], rank: int, busy: bool) -> None:
-    before = shared_memory()
-    engine = make_engine(parallel=parallel)
-    pids = [process.pid for process in others(engine)]
-    delay = 0.1 if busy else 0.0
-    threading.Timer(delay, os.kill, (pids[rank - 1], signal.SIGKILL)).start()
-    time.sleep(0.1 - delay)
-    with pytest.raises(RankError, match=rf"^rank {rank} \(process {pids[rank - 1]}\) was killed by SIGKILL"):
-        engine.generate(["def f("] * 2, LONG)
-    wait_until(lambda: all(map(is_gone, pids)))
-    assert shared_memory() == before
-    with pytest.raises(RankError, match=f"rank {rank}"):  # the engine is at its end
-        engine.generate("def f(", SHORT)
-
-
-@pytest.mark.parametrize("phase", ["__init__", "load", "capture"])
-def test_a_rank_that_is_killed_while_it_starts_is_named(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, phase: str
+def test_a_killed_rank_is_named(
+    make_engine: MakeEngine, signals: Signals, parallel: dict[str, int], rank: int, phase: str
 ) -> None:
-    serve = rank_process._serve
+    killed = pytest.raises(RankError, match=rf"^rank {rank} \(process \d+\) was killed by SIGKILL")
+    signals.plan(rank, phase)
+    with nothing_left():
+        if phase in OF_A_START:
+            with killed:
+                make_engine(parallel=parallel).generate("def f(", SHORT)  # who dies last is missed then
+        else:
+            engine = make_engine(parallel=parallel)
+            if phase == "idle":
+                engine.generate("def f(", SHORT)
+                os.kill(others(engine)[rank - 1].pid, signal.SIGKILL)
+            with killed:
+                engine.generate(["def f("] * 2, LONG)
+            with killed:  # the engine is at its end
+                engine.generate("def f(", SHORT)
+    assert signals.sent_in == (None if phase == "idle" else phase)
 
-    def planted(about: dict[str, Any]) -> None:
-        setattr(Worker, phase, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
-        serve(about)
 
-    monkeypatch.setattr(rank_process, "_serve", planted)
-    before = shared_memory()
-    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL"):
-        make_engine().generate("def f(", SHORT)  # who dies last is missed then
-    assert shared_memory() == before
+@pytest.mark.parametrize(
+    ("parallel", "rank", "phase"),
+    cells(
+        {"tensor": [0], "stages": [0], "both": [0]},
+        {("tensor", 0, "load"), ("stages", 0, "decode"), ("both", 0, "idle")},
+    ),
+)
+def test_no_rank_outlives_the_process_of_rank_0(
+    make_engine: MakeEngine, signals: Signals, parallel: dict[str, int], rank: int, phase: str
+) -> None:
+    signals.plan(rank, phase)
+    with nothing_left():
+        parent = os.fork()
+        if not parent:
+            try:
+                gc.freeze()  # what is finalised here may wait for a thread that only the test's process has
+                make_engine(parallel=parallel).generate("def f(", SHORT)
+                signals.send("idle")
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(parent, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert signals.sent_in == phase
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -136,15 +210,31 @@ def test_a_rank_that_has_no_memory_for_a_graph_is_named(
     assert time.monotonic() - started < 60, "it has not waited for a group's timeout"
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
-def test_a_rank_that_stops_is_named_after_the_stated_time(make_engine: MakeEngine, parallel: dict[str, Any]) -> None:
-    engine = make_engine(parallel={**parallel, "timeout_s": 1.0})
+@pytest.mark.parametrize("parallel", [TENSOR, STAGES])
+def test_a_rank_that_stops_is_named_after_the_stated_time(
+    make_engine: MakeEngine, impatient: None, parallel: dict[str, Any]
+) -> None:
+    engine = make_engine(parallel={**parallel, "timeout_s": 0.5})
     engine.generate("def f(", SHORT)
-    (process,) = others(engine)
-    os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"longer than parallel.timeout_s=1: rank 1 .* hangs, and does not say where"):
-        engine.generate("def f(", SHORT)
-    wait_until(lambda: is_gone(process.pid))
+    with nothing_left():
+        os.kill(others(engine)[0].pid, signal.SIGSTOP)
+        said = r"^a step took longer than parallel.timeout_s=0.5: rank 1 .* hangs, and does not say where"
+        with pytest.raises(RankError, match=said):
+            engine.generate("def f(", SHORT)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "phase"),
+    [(TENSOR, 1, "connect"), (STAGES, 1, "load"), pytest.param(BOTH, 2, "init", marks=pytest.mark.attack)],
+)
+def test_a_rank_that_stops_while_it_starts_is_named_after_the_stated_time(
+    make_engine: MakeEngine, signals: Signals, impatient: None, parallel: dict[str, Any], rank: int, phase: str
+) -> None:
+    signals.plan(rank, phase, signal.SIGSTOP)
+    said = rf"^the start took longer than parallel.start_timeout_s=2: rank {rank} .* hangs, and does not say where"
+    with nothing_left(), pytest.raises(RankError, match=said):
+        make_engine(parallel={**parallel, "start_timeout_s": 2.0})
+    assert signals.sent_in == phase
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Runner], None]) -> None:
@@ -165,7 +255,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Runner], None]) ->
     monkeypatch.setattr(rank_process, "follow", with_fault)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
+@pytest.mark.parametrize("parallel", [TENSOR, STAGES])
 def test_a_rank_that_hangs_says_where(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]
 ) -> None:
@@ -178,7 +268,7 @@ def test_a_rank_that_hangs_says_where(
         engine.generate("def f(", LONG)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
+@pytest.mark.parametrize("parallel", [TENSOR, STAGES])
 def test_the_traceback_of_a_rank_that_fails_is_in_the_error(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]
 ) -> None:
@@ -217,69 +307,57 @@ def test_a_rank_that_disagrees_is_named(
         engine.generate("def f(", LONG)
 
 
-def test_a_failure_of_rank_0_ends_the_others(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    (process,) = others(engine)
-    runner = engine.executor.runner._runner
-    monkeypatch.setattr(runner, "launch", lambda plan: [][1])
-    with pytest.raises(IndexError):
-        engine.generate("def f(", SHORT)
-    wait_until(lambda: is_gone(process.pid))
+def test_a_failure_of_rank_0_ends_the_others(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    with nothing_left():
+        engine = make_engine()
+        runner = engine.executor.runner._runner
+        monkeypatch.setattr(runner, "launch", lambda plan: [][1])
+        with pytest.raises(IndexError):
+            engine.generate("def f(", SHORT)
     with pytest.raises(RankError, match="rank 0 failed: IndexError"):
         engine.generate("def f(", SHORT)
 
 
-@pytest.mark.parametrize("working", [False, True])
-def test_ranks_end_with_the_process_of_rank_0(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, working: bool
-) -> None:
-    """Killed while the engine starts, and while it works."""
-    before = shared_memory()
-    told, tell = os.pipe()
-    parent = os.fork()
-    if not parent:
-        try:
-            gc.freeze()  # what is finalised here may wait for a thread that only the test's process has
-            start = rank_process.RankProcess.__init__
-
-            def tell_pid(process: Any, *given: Any) -> None:
-                start(process, *given)
-                os.write(tell, process.pid.to_bytes(8, "big"))
-
-            monkeypatch.setattr(rank_process.RankProcess, "__init__", tell_pid)
-            engine = make_engine()
-            os.write(tell, b"works")
-            engine.generate("def f(", LONG)
-        finally:
-            os._exit(0)
-    os.close(tell)
-    pid = int.from_bytes(os.read(told, 8), "big")
-    if working:
-        assert os.read(told, 5) == b"works"
-    assert not is_gone(pid)
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    wait_until(lambda: is_gone(pid))
-    assert shared_memory() == before
-    os.close(told)
-
-
 @pytest.mark.parametrize("what", ["code", "settings", "model"])
 def test_what_is_not_the_same_on_all_ranks_is_named(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, what: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
-    serve = rank_process._serve
+    """Each rank reads a copy of its own of the package, and of a model at a relative path."""
+    root, serve = fingerprints._ROOT, rank_process._serve
+    folders = [tmp_path / "of rank 0", tmp_path / "of rank 1"]
+    for folder in folders:
+        for file in root.rglob("*.py"):
+            (copy := folder / file.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        shutil.copytree(root / "assets" / "tiny-draft", folder / "model", copy_function=shutil.copy2)
+    changed = {"code": "core/plan.py", "model": "model/model.safetensors", "settings": None}[what]
+    if changed is not None:
+        with open(folders[1] / changed, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            (last,) = file.read()
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
 
-    def planted(about: dict[str, Any]) -> None:
+    def read_from(folder: Path) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(fingerprints, "_ROOT", folder)
+        fingerprints._code.cache_clear()
+
+    def serve_another(about: dict[str, Any]) -> None:
+        read_from(folders[1])
         if what == "settings":
             about["config"]["scheduler"]["max_num_seqs"] = 7
-        else:
-            setattr(fingerprints, f"_{what}", lambda *given: "other")
         serve(about)
 
-    monkeypatch.setattr(rank_process, "_serve", planted)
-    with pytest.raises(ConfigError, match=f"^rank 1 has other {what} than rank 0"):
-        make_engine()
+    monkeypatch.setattr(rank_process, "_serve", serve_another)
+    read_from(folders[0])
+    try:
+        with pytest.raises(ConfigError, match=f"^rank 1 has other {what} than rank 0"):
+            make_engine(model={"path": "./model", "tokenizer": "tiny-draft"})
+    finally:
+        fingerprints._code.cache_clear()
 
 
 def test_what_is_wrong_with_the_settings_is_said_once(make_engine: MakeEngine) -> None:
@@ -293,6 +371,8 @@ def test_what_is_wrong_with_the_settings_is_said_once(make_engine: MakeEngine) -
         make_engine(tensor=1, parallel={"pipeline": 7})
     with pytest.raises(ConfigError, match="a dry model has nothing that ranks could share"):
         EngineConfig.from_dict({"model": {"load_format": "dry"}, "parallel": {"tensor": 2}})
+    with pytest.raises(ConfigError, match=r"parallel\.start_timeout_s must be above 0, got 0"):
+        EngineConfig.from_dict({"parallel": {"start_timeout_s": 0}})
     with pytest.raises(ConfigError, match=r"parallel\.tensor must be at least 1, got 0"):
         EngineConfig.from_dict({"parallel": {"tensor": 0}})
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,7 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # it is where this environment says
         files = [open(place, mode, closefd=False) for place, mode in enumerate("rww")]  # noqa: SIM115
         sys.stdin, sys.stdout, sys.stderr = files
         code = run(arguments)

@@ -20,7 +20,8 @@ from forking import Child, forks
 from mini_infer.cli.server_process import read_address, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
-DRY = ("--dry-run", "--port", "0", "--shutdown-timeout", "5")
+PLAIN = ("--port", "0", "--shutdown-timeout", "5")
+DRY = ("--dry-run", *PLAIN)
 SAMPLE = re.compile(r"^(?:mini_infer:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -133,13 +134,16 @@ def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 
 @contextmanager
-def running(*flags: str, environ: dict[str, str] | None = None, forked: bool = True) -> Iterator[Server]:
-    """A server with the dry model and these flags; whatever the test did with it, it is gone at the end.
+def running(
+    *flags: str, environ: dict[str, str] | None = None, forked: bool = True, dry: bool = True
+) -> Iterator[Server]:
+    """A server with these flags; whatever the test did with it, it is gone at the end.
 
     Args:
         forked: from a process that has imported everything, and not in a new interpreter.
+        dry: with the dry model; else the flags say which.
     """
-    server = Server((*DRY, *flags), environ, forked)
+    server = Server((*(DRY if dry else PLAIN), *flags), environ, forked)
     try:
         yield server
     finally:

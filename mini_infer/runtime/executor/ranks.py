@@ -19,8 +19,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 from mini_infer.transfer.pusher import LOST, Pusher
+
+T = TypeVar("T")
 
 LOOK_S = 0.1  # between two looks at the other ranks
 HEAR_S = 50e-6  # between two looks whether a rank has done what it was told
@@ -59,10 +62,10 @@ class RanksExecutor(LocalExecutor):
         self._ranks = ranks = Ranks(config, store.port, files)
         self._end = weakref.finalize(self, ranks.stop)
         with ranks.blamed():
+            ranks.watch()
             for rank in range(1, size):
                 wait_for(store, f"rank {rank} is there", ranks.require_alive)
-            ranks.parallel = parallel.connected(store, device)
-            ranks.watch()
+            ranks.parallel = ranks.while_alive(lambda: parallel.connected(store, device))
             super().__init__(config, ranks.parallel)
         ranks.started = True
         late = parallel.stages if device.type == "cpu" and parallel.stages > 1 else 0
@@ -95,10 +98,10 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, port: int, files: RingFiles) -> None:
         self.parallel: ParallelContext | None = None  # of rank 0, once all are connected
-        self.started = False  # a start may take as long as it takes
+        self.started = False
         self.release: Callable[[], None] = lambda: None  # rank 0's graphs, once it has any
         self._aborts: list[threading.Thread] = []
-        self._timeout_s = config.parallel.timeout_s
+        self._limits = config.parallel
         weakref.finalize(self, files.close)  # who sends plans knows this one, too
         self._busy_since: float | None = None  # of rank 0, which is in a step
         self._failure: str | None = None
@@ -136,9 +139,24 @@ class Ranks:
 
     def require_alive(self) -> None:
         """Raises RankError where a rank has ended."""
-        for process in self.processes:
-            if (ending := process.ending()) is not None:
-                self.fail(ending)
+        if self.find_ended():
+            self.stop()
+            self._require_working()
+
+    def while_alive(self, work: Callable[[], T]) -> T:
+        """Its result. Where a rank ends that it waits for without end, it is left to itself. Raises RankError then."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([future], LOOK_S).done:
+            self.require_alive()
+        return future.result()
 
     def _require_working(self) -> None:
         if self._failure is not None:
@@ -167,30 +185,39 @@ class Ranks:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            if not self.started:
+            if not self.started and any(process.ending() for process in self.processes):
                 # A device may wait for a rank that has ended. The host finds out by itself, once it does not.
-                if any(process.ending() for process in self.processes) and not self._stopping.wait(SAY_S):
+                if not self._stopping.wait(SAY_S):
                     self._abort()
-                    return
-                continue
+                return
             since = self._busy_since
             if since is None:
                 continue
-            if self.find_ended() or (time.monotonic() - since > self._timeout_s and self._find_hanging()):
+            what, limit_s = self._limit
+            if (self.started and self.find_ended()) or time.monotonic() - since > limit_s:
+                self._find_hanging(f"{what}={limit_s:g}")
                 self._unblock()
                 return
 
-    def _find_hanging(self) -> bool:
-        """Ends the other ranks. Who is in no sum is the one that the others wait for."""
+    @property
+    def _limit(self) -> tuple[str, float]:
+        """What has taken too long after so many seconds."""
+        if self.started:
+            return "a step took longer than parallel.timeout_s", self._limits.timeout_s
+        return "the start took longer than parallel.start_timeout_s", self._limits.start_timeout_s
+
+    def _find_hanging(self, what: str) -> None:
+        """Ends the other ranks, unless the failure is known. Who is in no sum is the one that the others wait for."""
         with self._finding:
+            if self._failure is not None:
+                return
             places = {process: process.where() for process in self.processes}
             culprit = min(places, key=lambda process: _waits(places[process]))
             who = f"rank {culprit.rank} (process {culprit.pid}) hangs"
             if _waits(places[culprit]):
                 who = f"rank 0 or its device hangs; rank {culprit.rank} waits"
             where = places[culprit] or ", and does not say where"
-            self._failure = f"a step took longer than parallel.timeout_s={self._timeout_s:g}: {who}{where}"
-        return True
+            self._failure = f"{what}: {who}{where}"
 
     def _unblock(self) -> None:
         """Ends rank 0's waiting: on a CPU when there is nobody at the other end, on a GPU by NCCL's abort."""

@@ -106,7 +106,7 @@ def _alone(settings: ServerSettings) -> ServerSettings:
     for name, number in (("api_processes", settings.api_processes), ("engines", settings.num_engines)):
         if number > 1:
             raise ConfigError(f"{name} above 1 needs mini-infer-serve, which makes them; an app is one process")
-    if settings.is_supervised:
+    if settings.places_engines:
         raise ConfigError("gpus and parallel.launcher need mini-infer-serve, which starts engines where they say")
     for name in ("root_path", "allowed_origins", "ssl_certfile"):
         if getattr(settings, name) is not None:

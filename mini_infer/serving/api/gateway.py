@@ -163,7 +163,7 @@ class Gateway:
     async def _connect(self, engine_paths: Sequence[str]) -> None:
         """Returns when one model can be asked, and all others that have an engine; the rest follow when they can."""
         paths = iter(engine_paths)
-        kept = len(engine_paths) > 1
+        kept = self.settings.keeps_engines
         for model in self.models:
             own = list(islice(paths, model.settings.engine.parallel.engines))
             self._opening.append(asyncio.create_task(self._open(model, own, kept)))

@@ -25,7 +25,7 @@ from mini_infer.serving.processes.engines import engines_of
 from mini_infer.serving.processes.kept_engine import KeptEngine
 from mini_infer.serving.processes.launch import PREFIX
 from mini_infer.serving.router import make_homes
-from mini_infer.serving.settings import ServerSettings
+from mini_infer.serving.settings import ModelSettings, ServerSettings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,8 +64,8 @@ class Supervisor:
         """Starts everything, and serves until a signal or a failure.
 
         Returns:
-            The exit code: 0 after SIGTERM or SIGINT, 1 when the only engine died, when none of several could be started
-            again, or when an API process could not start.
+            The exit code: 0 after SIGTERM or SIGINT, 1 when an engine died that nobody starts again, when none could be
+            started again, or when an API process could not start.
 
         Raises:
             ConfigError, ModelError, EngineDead: the engine cannot start.
@@ -183,11 +183,11 @@ class Supervisor:
                 among_models = [f"model {model.model_name!r}"] if len(models) > 1 else []
                 among_replicas = [f"replica {replica}"] if len(of_model) > 1 else []
                 engine = KeptEngine(
-                    ", ".join(among_models + among_replicas),
+                    ", ".join(among_models + among_replicas) or "the engine",
                     make,
                     os.path.join(folder, f"engine-{len(self._engines)}"),
                     model.startup_timeout,
-                    model.hang_timeout if self._settings.num_engines > 1 else math.inf,
+                    _patience(model) if self._settings.keeps_engines else math.inf,
                     self._take_end,
                 )
                 self._engines.append(engine)
@@ -205,14 +205,16 @@ class Supervisor:
             raise type(error)(f"{engine.name}: {error}") from error
 
     def _take_end(self, engine: KeptEngine, reason: str) -> None:
-        if len(self._engines) > 1:
-            reason = f"{engine.name}: {reason}"
-            if engine.failed_starts < FAILED_STARTS or any(each.serves.is_set() for each in self._engines):
-                logger.error("%s", reason)
-                engine.start_again()
-                return
-        self._engine_died = True
-        self._fail(reason)
+        if not self._settings.keeps_engines:
+            self._engine_died = True
+            self._fail(reason)
+            return
+        reason = f"{engine.name}: {reason}"
+        if engine.failed_starts < FAILED_STARTS or any(each.serves.is_set() for each in self._engines):
+            logger.error("%s", reason)
+            engine.start_again()
+        else:
+            self._fail(reason)
 
     def _restart_all(self) -> None:
         if self._rolling is None or self._rolling.done():
@@ -227,3 +229,10 @@ class Supervisor:
             await engine.restart(self._settings.shutdown_timeout)
             await asyncio.sleep(SETTLE_S)
         logger.warning("all replicas have been restarted")
+
+
+def _patience(model: ModelSettings) -> float:
+    """Seconds without a sign of life after which an engine is ended. One with ranks says before which of them hangs."""
+    parallel = model.engine.parallel
+    has_ranks = any(engine.ranks > 1 for engine in parallel.of_engines)
+    return model.hang_timeout + (parallel.timeout_s if has_ranks else 0.0)
