@@ -288,6 +288,10 @@ SERVING: dict[str, Formula] = {
                         _of_exchanges(lambda t: t.sent_bytes / 1e6)),
     }),
     **DRAFTS,
+    **of_pass("bytes", Better.lower, {
+        "kv_token_bytes": ("KV of a token",
+                           lambda s, c: UNKNOWN_MEMORY if s.kv_token_bytes is None else float(s.kv_token_bytes)),
+    }),
     **of_pass("MiB", Better.lower, {
         "peak_memory_mib": ("peak memory",
                             lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20),
