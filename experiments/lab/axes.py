@@ -47,7 +47,7 @@ def register(folder: Path, only: str = "*") -> None:
             continue
         for scale, via, content in nodes(OmegaConf.load(path)):
             name = f"{path.stem}.{scale}.{via}"
-            store.store(name, {**content, "axes": {"node": name}}, GROUP, "_global_")
+            store.store(name, _merged(content, {"axes": {"node": name}}), GROUP, "_global_")
 
 
 def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:

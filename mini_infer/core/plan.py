@@ -204,8 +204,9 @@ class StepResult(NamedTuple):
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
     failed: Mapping[int, Sequence[int]] = NONE  # of those: id -> host blocks that files did not give, or take
-    expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord
-    expert_traffic: ExpertTraffic | None = None  # as in StepRecord
+    expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord, like the next two
+    rank_tokens: tuple[tuple[int, ...], ...] = ()
+    expert_traffic: ExpertTraffic | None = None
 
 
 class KVUsage(NamedTuple):
@@ -255,6 +256,7 @@ class StepRecord(NamedTuple):
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
+    rank_tokens: tuple[tuple[int, ...], ...] = ()  # the same by the rank that computed them; empty where there is one
     expert_traffic: ExpertTraffic | None = None  # of rank 0; None where nobody counts, or there is one rank
     decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
     prompt_reach: int = 0
@@ -275,8 +277,12 @@ class StepRecord(NamedTuple):
     @property
     def expert_imbalance(self) -> float | None:
         """Tokens of the busiest expert by those of the average one, the mean over layers; None: nobody counted."""
-        ratios = [max(layer) * len(layer) / sum(layer) for layer in self.expert_tokens if any(layer)]
-        return sum(ratios) / len(ratios) if ratios else None
+        return _imbalance(self.expert_tokens)
+
+    @property
+    def rank_imbalance(self) -> float | None:
+        """The same of the ranks that share experts; None, too, where there is one."""
+        return _imbalance(self.rank_tokens)
 
     @property
     def verified_tokens(self) -> int:
@@ -287,6 +293,12 @@ class StepRecord(NamedTuple):
     def host_s(self) -> float:
         """To schedule the step, and to book it."""
         return self.schedule_s + self.update_s
+
+
+def _imbalance(tokens: tuple[tuple[int, ...], ...]) -> float | None:
+    """The most in a layer by its average, the mean over layers; None where there is nothing."""
+    ratios = [max(layer) * len(layer) / sum(layer) for layer in tokens if any(layer)]
+    return sum(ratios) / len(ratios) if ratios else None
 
 
 def count_drafts(plan: StepPlan, result: StepResult) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -121,6 +121,8 @@ class Decoder(Model):
     """Parameters are empty until the loader fills them. Positions are below max_len. `spec` says which layers this rank
     computes, and what of each; hidden states and logits are whole on every rank."""
 
+    _counted: Tensor | None = None  # expert_counts and rank_counts side by side, which ranks add up at once
+
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__(spec, build.dtype, build.device)
         self.embed_tokens = VocabularyTable("model.embed_tokens", spec, build) if spec.is_first else None
@@ -160,8 +162,8 @@ class Decoder(Model):
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
-        if self.expert_counts is not None:
-            self.expert_counts.copy_(self._build.experts.context.all_reduce(self.expert_counts))
+        if self._counted is not None:
+            self._counted.copy_(self._build.experts.context.all_reduce(self._counted))
         normed, value = self._kernels.add_rms_norm(Stream(x, residual, self._end))
         return value if self.norm is None else normed
 
@@ -215,14 +217,18 @@ class Decoder(Model):
             yield self.norm
 
     def count_experts(self) -> None:
-        """In `expert_counts`, from now on. There must be layers with experts."""
+        """In `expert_counts` and `rank_counts`, from now on. There must be layers with experts."""
         layers = [module for module in self.modules() if isinstance(module, MoE)]
-        shape = len(layers), layers[0].num_experts
-        self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        ranks = self._build.experts.context
-        self.expert_meter = None if ranks.size == 1 else Meter(self.device, self._build.kernels)
-        for layer, counts in zip(layers, self.expert_counts, strict=True):
-            layer.counts, layer.meter = counts, self.expert_meter
+        experts, ranks = layers[0].num_experts, self._build.experts.context
+        shape = len(layers), experts + (ranks.size if ranks.size > 1 else 0)
+        self._counted = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.expert_counts = self._counted[:, :experts]
+        if ranks.size > 1:
+            self.rank_counts = self._counted[:, experts:]
+            self.expert_meter = Meter(self.device, self._build.kernels)
+        for layer, counts in zip(layers, self._counted, strict=True):
+            layer.counts, layer.meter = counts[:experts], self.expert_meter
+            layer.rank_counts = None if self.rank_counts is None else counts[experts:]
 
     def _weighted(self) -> list[Layer]:
         """Tables of tokens come first."""

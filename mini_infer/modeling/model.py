@@ -63,6 +63,7 @@ class Model(nn.Module):
             kept in `dtype`.
         expert_counts: [layers with experts, E] int32, to which each step adds its tokens by the expert that they went
             to; None where they are not counted.
+        rank_counts: [layers with experts, ranks] int32, the same by the rank that computes them; None where one does.
         expert_meter: of bringing them there, where ranks share experts and tokens are counted.
         hot_experts: what places copies of experts between steps; None where there is no room for any.
         adapters: that tokens may have; None where there are none.
@@ -71,6 +72,7 @@ class Model(nn.Module):
 
     kv_scales: Tensor | None
     expert_counts: Tensor | None = None
+    rank_counts: Tensor | None = None
     expert_meter: Meter | None = None
     hot_experts: HotExperts | None = None
     adapters: Adapters | None = None

@@ -44,11 +44,14 @@ class MoE(nn.Module):
     """
     Attributes:
         counts: [E] int32, to which tokens are added by the experts that they go to; None: they are not counted.
+        rank_counts: [ranks] int32, the same by the rank that computes them, copies of experts included; None: there is
+            one rank, or they are not counted.
         meter: of what brings them there; None: it is not measured, or there is one rank.
         copies: of experts, where ranks that share them have room for some.
     """
 
     counts: Tensor | None = None
+    rank_counts: Tensor | None = None
     meter: Meter | None = None
     copies: ExpertCopies | None = None
 
@@ -60,7 +63,9 @@ class MoE(nn.Module):
         self.num_experts, redundant = spec.router.num_experts, build.experts.redundant
         alone = dataclasses.replace(build, parallel=ONE_RANK)
         if self._ranks.size > 1:
-            self._exchange = ExpertExchange(build.experts, self.num_experts + redundant, build.kernels)
+            slots = self.num_experts + redundant
+            self._per_rank = slots // self._ranks.size
+            self._exchange = ExpertExchange(build.experts, slots, build.kernels)
             # Whoever has an expert has all of it. Adapters know all tokens of a step, and here a rank has some of them.
             build = alone = dataclasses.replace(alone, adapters=None)
         self._parallel = build.parallel
@@ -92,12 +97,13 @@ class MoE(nn.Module):
         """By ranks which have some of the experts each."""
         own, residual, real = self._ranks.rows_of, stream.residual, tokens.real
         x = stream.x.sum() if isinstance(stream.x, Part) else stream.x
+        places = TokenPlaces(own(tokens.token_ids), own(tokens.positions), None if real is None else own(real))
         part, total, routes = self._routed(
-            Stream(own(x), None if residual is None else own(residual), stream.norm),
-            TokenPlaces(own(tokens.token_ids), own(tokens.positions), None if real is None else own(real)),
+            Stream(own(x), None if residual is None else own(residual), stream.norm), places
         )
         base, behind = self._base(part, total)
         routes = routes if self.copies is None else self.copies.routed(routes)
+        _count(self.rank_counts, routes.ids // self._per_rank, places.real)
         y = exchange.experts(part, routes, self.experts.weights, base, len(x), self.meter)
         if behind is None:
             return y, None
@@ -108,8 +114,7 @@ class MoE(nn.Module):
         if self.meter is not None:
             self.meter.start()
         x, total, routes = self.gate.of_stream(stream, tokens)
-        if self.counts is not None and tokens.real is not None:
-            self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
+        _count(self.counts, routes.ids, tokens.real)
         if self.meter is not None:
             self.meter.ends("route")
         return x, total, routes
@@ -143,6 +148,12 @@ class MoE(nn.Module):
     def _gated(self, x: Tensor, shared: Tensor) -> Tensor:
         """What shared experts make of x, or a part of it, times what their gate does."""
         return shared if self.shared_gate is None else self.shared_gate.of(x).sigmoid() * shared
+
+
+def _count(counts: Tensor | None, ids: Tensor, real: Tensor | None) -> None:
+    """Adds each token of `ids` [T, k] to the counts of those; `real` [T] has 1 for a token, and 0 for padding."""
+    if counts is not None and real is not None:
+        counts.index_add_(0, ids.flatten(), real[:, None].expand_as(ids).flatten())
 
 
 class Router(Layer):

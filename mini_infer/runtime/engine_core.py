@@ -211,6 +211,7 @@ class EngineCore:
             draft_s=result.draft_s,
             dropped_rows=plan.num_decode_rows - decode_tokens,
             expert_tokens=result.expert_tokens,
+            rank_tokens=result.rank_tokens,
             expert_traffic=result.expert_traffic,
             decode_context=plan.decode_context,
             prompt_reach=reach,

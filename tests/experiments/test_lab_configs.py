@@ -42,6 +42,8 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
         compose_config(*overrides, *(["peers.http.url=http://localhost"] * (via == "url"))), name, overrides
     )
     assert (settled.axes.scale, settled.axes.via) == (scale, via)
+    model = Path(settled.config.engine.model.path).name
+    assert settled.axes.model == ("" if scale == axes.NO_SCALE else model), "titles name what is measured"
     experiment = build(settled.config)
     assert experiment.spec.question
     assert experiment.spec.method

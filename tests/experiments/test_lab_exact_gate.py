@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled import replaces_methods
+from model_shapes import LATENTS, SHAPES
 
 from experiments.lab.judge import exact_gate
 from experiments.lab.judge.exact_gate import ExactGate
@@ -18,7 +19,7 @@ from experiments.lab.workloads import Item
 from mini_infer import EngineConfig
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import LoraConfig
+from mini_infer.core.config import LoraConfig, MLAForm
 from mini_infer.kernels.sampling import draw
 from mini_infer.runtime.sampling import sampler
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
@@ -64,6 +65,36 @@ def test_an_engine_without_faults_passes(gate: ExactGate, variant: str) -> None:
     assert found.total_tokens > 300
     assert found.covers(variant, "any point")
     assert not found.covers("another variant", "")
+
+
+RANDOM: dict[str, Any] = {"path": "made up", "load_format": "dummy"}
+MIXTURES: dict[str, tuple[dict[str, Any], str]] = {  # and the form of its latents
+    "experts": ({**RANDOM, "hf_config": SHAPES["qwen2_moe"], "routing": "uniform"}, "auto"),
+    "latents": ({**RANDOM, "hf_config": LATENTS | {"first_k_dense_replace": 3}}, "absorbed"),
+    "both": ({"path": "tiny-moe"}, "naive"),
+}
+
+
+@pytest.mark.parametrize(("model", "form"), MIXTURES.values(), ids=MIXTURES)
+def test_a_mixture_answers_for_experts_and_for_latents(model: dict[str, Any], form: str) -> None:
+    asked = exact_gate._stressed(EngineConfig.from_dict({"model": model, "attention": {"mla": form}}))
+    assert (asked.model.path, asked.attention.mla.value) == ("tiny-moe", form)
+
+
+def test_a_dense_model_answers_for_others() -> None:
+    dense = {**RANDOM, "hf_config": SHAPES["qwen2"]}
+    assert exact_gate._stressed(EngineConfig.from_dict({"model": dense})).model.path == exact_gate.MODEL
+
+
+@pytest.mark.parametrize("form", ["absorbed", *(pytest.param(f, marks=pytest.mark.gpu) for f in ("naive", "auto"))])
+def test_a_mixture_without_faults_passes(gate: ExactGate, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    if gate.device == "cpu":  # which takes long
+        monkeypatch.setattr(exact_gate, "probes", lambda whole: [(p, replace(q, max_tokens=4)) for p, q in SHORT[:2]])
+    asked = config("as it is", gate.device)
+    model, attention = replace(asked.model, path="tiny-moe"), replace(asked.attention, mla=MLAForm(form))
+    found = gate.of_probes(form, replace(asked, model=model, attention=attention))
+    assert found.passed, found.first_difference
+    assert "trained weights of tiny-moe" in found.against
 
 
 def test_adapters_of_folders_have_random_ones_in_their_place() -> None:

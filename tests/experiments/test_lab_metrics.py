@@ -230,6 +230,12 @@ def test_peak_memory_is_in_mib():
     assert value("peak_memory_mib", replace(served, peak_memory=None)).applies is False
 
 
+def test_what_a_token_takes_is_known_of_engines_alone():
+    served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),), kv_token_bytes=576)
+    assert value("kv_token_bytes", served) == 576
+    assert value("kv_token_bytes", replace(served, kv_token_bytes=None)).applies is False
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

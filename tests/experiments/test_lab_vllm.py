@@ -2,6 +2,7 @@
 made up."""
 
 import json
+import os
 import queue
 import shutil
 import threading
@@ -31,6 +32,18 @@ DUMMY = {"load_format": "dummy", "hf_config": SHAPE}
 @pytest.fixture
 def arguments(tmp_path):
     return lambda **sections: engine_arguments(EngineConfig.from_dict(sections), tmp_path)
+
+
+@pytest.mark.parametrize(("routing", "strategy"), [("uniform", "uniform_random"), ("learned", None)])
+def test_it_draws_experts_where_ours_does(monkeypatch, arguments, routing, strategy):
+    monkeypatch.setenv(vllm.ROUTING, "")
+    monkeypatch.delenv(vllm.ROUTING)
+    model = {"path": "tiny-moe", "routing": routing}
+    vllm.set_routing(EngineConfig.from_dict({"model": model}))
+    assert os.environ.get(vllm.ROUTING) == strategy
+    assert arguments(model=model)["model"] == "tiny-moe", "and nothing else says so"
+    with pytest.raises(ConfigError, match=r"has no model\.routing=zipf"):
+        arguments(model=model | {"routing": "zipf"})
 
 
 def test_our_settings_have_their_names_there(arguments):

@@ -69,6 +69,7 @@ QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size":
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
+YARN_LITE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.707)
 GROUPS = {"topk_method": "group_limited_greedy", "n_shared_experts": 1}
 MLA = {
     "num_key_value_heads": 4,
@@ -155,6 +156,7 @@ CASES = [
     Case("qwen3-moe-every-second", Qwen3MoeConfig, QWEN_MOE | {"decoder_sparse_step": 2, "head_dim": 16}),
     Case("olmoe", OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None, "routed_scaling_factor": 1.7}),
+    Case("deepseek-v2-lite", DeepseekV2Config, MLA | {"q_lora_rank": None} | YARN_LITE, old_rope=True),
     Case("deepseek-v2-old-rope-absorbed", DeepseekV2Config, MLA | YARN_MSCALE | GROUPS, old_rope=True, mla="absorbed"),
     Case("deepseek-v2-biases-latent", DeepseekV2Config, MLA | {"attention_bias": True}, mla="latent"),
     Case("deepseek-v2-naive", DeepseekV2Config, MLA | {"q_lora_rank": None} | YARN, mla="naive"),

@@ -140,7 +140,7 @@ def test_engines_with_copies_give_the_bits_of_one_process(
     make_engine: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_copies, "PLACE_EVERY", 2)
-    model = {**DEEPSEEK, "routing": "zipf"}
+    model = {**DEEPSEEK, "routing": "zipf", "count_experts": True}
     sections = {"model": model, "numerics": "batch_invariant"}
     engine = make_engine(tensor=1, parallel={"expert": 2, "redundant_experts": 2, "dispatch": "direct"}, **sections)
     assert generated(engine) == generated(one_process(**sections))
@@ -149,6 +149,14 @@ def test_engines_with_copies_give_the_bits_of_one_process(
     one_expert = 3 * 32 * 16 * 4
     alone = make_engine(tensor=1, parallel={"expert": 2}, **sections)
     assert engine.startup.weight_bytes == alone.startup.weight_bytes + one_expert
+    generated(alone)
+    for even, uneven in zip(engine.records, alone.records, strict=True):
+        (experts,), (ranks,) = uneven.expert_tokens, uneven.rank_tokens
+        assert ranks == (sum(experts[:2]), sum(experts[2:]))
+        assert uneven.rank_imbalance == 2 * max(ranks) / sum(ranks)
+        assert (even.expert_tokens, sum(even.rank_tokens[0])) == (uneven.expert_tokens, sum(ranks))
+    total = [sum(record.rank_imbalance or 0 for record in each.records) for each in (engine, alone)]
+    assert total[0] < total[1], "once a copy is placed"
 
 
 def test_one_expert_may_take_everything(make_engine: Callable[..., LLMEngine], tmp_path: Path) -> None:

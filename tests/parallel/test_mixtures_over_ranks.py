@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 from integrity import check_scheduler
 from safetensors.torch import save_file
-from test_expert import together
+from test_expert import FORMS, OVER_GROUPS, generated, one_process, together
 from torch import Tensor
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.attention.backend import Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.core.config import AttentionChoice, AttentionConfig, MLAForm, ModelConfig
+from mini_infer.core.config import AttentionChoice, AttentionConfig, Dispatch, MLAForm, ModelConfig
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.loader import as_served, load_model, load_spec
 from mini_infer.modeling.model import Model
@@ -128,6 +129,16 @@ class TestFamilies:
         for found in together(2, lambda own: logits(part(config, own, ExpertRanks(own)))):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("form", OVER_GROUPS)
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_ranks_may_share_experts_alone(
+        self, family: str, form: Dispatch, logits: Callable[[Model], Tensor]
+    ) -> None:
+        config = ModelConfig(**dummy(family))
+        expected = logits(part(config))
+        for found in together(2, lambda own: logits(part(config, experts=ExpertRanks(own, form)))):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
     @pytest.mark.parametrize("form", ["naive", "latent", "absorbed"])
     def test_every_form_of_latents_has_its_heads(self, form: str, logits: Callable[[Model], Tensor]) -> None:
         config = ModelConfig(**dummy("DeepseekV3"))
@@ -185,6 +196,13 @@ class TestQuantized:
         config = ModelConfig(**dummy("Qwen3Moe", **changes), quantization=scheme, quantization_group=64)
         expected = logits(part(config))
         for found in together(2, lambda own: logits(part(config, own))):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
+    def test_whole_experts_are_those_of_one_process(self, scheme: str, logits: Callable[[Model], Tensor]) -> None:
+        config = ModelConfig(**dummy("Qwen3Moe", **WIDE), quantization=scheme, quantization_group=64)
+        expected = logits(part(config))
+        for found in together(2, lambda own: logits(part(config, experts=ExpertRanks(own)))):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     def test_scales_of_whole_rows_are_read_from_folders(self, tmp_path: Path) -> None:
@@ -279,3 +297,22 @@ def test_every_mechanism_over_ranks(
         assert "stages" in layout or sum(record.prefix_hit_tokens for record in records) > 0
     sizes = {"tensor": 1, "expert": 1, **LAYOUTS[layout]}
     assert (engine.startup.tensor_parallel, engine.startup.expert_parallel) == (sizes["tensor"], sizes["expert"])
+
+
+NARROW = WIDE | {"moe_intermediate_size": 128}
+MIXTURES = {family: dummy(family) for family in FAMILIES if family != "DeepseekV2"}  # test_expert.py has it
+MIXTURES |= {
+    f"Qwen3Moe, {scheme}": dummy("Qwen3Moe", **NARROW) | {"quantization": scheme, "quantization_group": 64}
+    for scheme in ("w8a8", "w4a16", "fp8")
+}
+OFTEN = [("Qwen3Moe, w8a8", Dispatch.grouped), ("Mixtral", Dispatch.packed)]
+SELDOM = [cell for cell in product(MIXTURES, FORMS) if cell not in OFTEN]
+
+
+@pytest.mark.parametrize(("name", "form"), [*OFTEN, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in SELDOM)])
+@pytest.mark.usefixtures("plain_sampler")
+def test_batch_invariant_engines_agree_to_the_bit(make_engine: MakeEngine, name: str, form: Dispatch) -> None:
+    pytest.importorskip("triton")
+    sections: dict[str, Any] = {"model": MIXTURES[name], "numerics": "batch_invariant"}
+    engine = make_engine(tensor=1, parallel={"expert": 2, "dispatch": form}, **sections)
+    assert generated(engine) == generated(one_process(**sections))

@@ -27,6 +27,14 @@ COMMON: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 V2 = LATENTS | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+YARN = {  # as V2-Lite has it
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # DeepSeek-V3: test_mla_engine.py
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -37,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # DeepSeek-V3: test_mla_eng
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}),
     "olmoe": ("Olmoe", EXPERTS),
-    "deepseek-v2": ("DeepseekV2", V2),
+    "deepseek-v2-lite": ("DeepseekV2", V2 | {"rope_parameters": YARN}),
     "deepseek-v2, groups": ("DeepseekV2", V2 | GROUPS),
 }
 # Eight requests of up to 66 tokens on 16 blocks of 8: chunks, hits, evictions and preemptions all happen.

@@ -106,16 +106,21 @@ def test_the_cache_of_latents_is_as_small_as_its_layout_says(folder: Path, expec
 
 
 @pytest.mark.usefixtures("plain_sampler")
-@pytest.mark.parametrize("form", ["auto", "latent", "absorbed"])
-def test_tokens_are_the_same_to_the_bit_in_any_company(folder: Path, expected: list[list[int]], form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("auto", "auto"), ("latent", "auto"), ("absorbed", "auto"), ("latent", "fp8"), ("absorbed", "fp8")],
+)
+def test_tokens_are_the_same_to_the_bit_in_any_company(
+    folder: Path, expected: list[list[int]], form: str, dtype: str
+) -> None:
     pytest.importorskip("triton")
     machine = {
-        "cache": SHORT["cache"] | {"num_blocks": 8},
+        "cache": SHORT["cache"] | {"num_blocks": 8, "dtype": dtype},
         "scheduler": {"max_num_seqs": 3, "max_num_batched_tokens": 13},
     }
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=2)
     asked = [list(range(n)) for n in (3, 11)]
-    plain = make(folder, form, {"cache": {"prefix_caching": False}}, numerics="batch_invariant")
+    plain = make(folder, form, {"cache": {"prefix_caching": False, "dtype": dtype}}, numerics="batch_invariant")
     alone = [plain.generate([prompt], params)[0].outputs[0] for prompt in asked]
     plain.close()
     engine = make(folder, form, machine, numerics="batch_invariant")
@@ -126,13 +131,18 @@ def test_tokens_are_the_same_to_the_bit_in_any_company(folder: Path, expected: l
     engine.close()
 
 
-def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(folder: Path, expected: Tokens) -> None:
-    machine = {**MACHINES["recompute"], "cache": SHORT["cache"] | {"dtype": "fp8"}}
+@pytest.mark.parametrize("name", MACHINES)
+def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(
+    folder: Path, expected: Tokens, name: str
+) -> None:
+    machine = {**MACHINES[name], "cache": MACHINES[name]["cache"] | {"dtype": "fp8"}}
     found = {}
     for form in ("latent", "absorbed", "auto"):
         engine = make(folder, form, machine)
         assert engine.startup.kv_token_bytes == 2 * (24 + 8)
         found[form] = greedy(engine, PROMPTS, NEW_TOKENS)
+        assert (name == "swap") == any(record.swapped_in_blocks for record in engine.records)
+        assert (name == "swap") == any(sum(record.accepted) for record in engine.records)
         engine.close()
     assert found["latent"] == found["absorbed"] == found["auto"]
     first = [tokens[0] == whole[0] for tokens, whole in zip(found["auto"], expected, strict=True)]

@@ -11,7 +11,7 @@ the bit; on a CPU in fp32, whose sums come out alike often enough for every toke
 Two kinds of requests are asked of what is timed:
     the workload's own, at each point, of a model of the true shape with random weights and few layers (on a GPU: on a
     CPU the timed passes themselves are compared);
-    `probes`, of the shipped model, whose weights are trained: what mechanisms are known to get wrong (equal blocks
+    `probes`, of a shipped model, whose weights are trained: what mechanisms are known to get wrong (equal blocks
     behind different beginnings, prompts that end near a chunk's or a block's end), in small chunks, with hardly any
     memory.
 """
@@ -36,8 +36,8 @@ from mini_infer.core.config import (
     EngineConfig,
     GraphsConfig,
     Layout,
+    LoadFormat,
     LoraConfig,
-    MLAForm,
     ModelConfig,
     Numerics,
     ParallelConfig,
@@ -46,12 +46,15 @@ from mini_infer.core.config import (
 )
 from mini_infer.core.request import TokenLogprob
 from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
+from mini_infer.modeling.loader import load_spec
+from mini_infer.modeling.spec import MLASpec, MoESpec
 
 MOST_REQUESTS = 24  # of a point's own
 MOST_TOKENS = 32  # of an answer
 SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
-MODEL, DRAFT = "tiny-target", "tiny-draft"  # that answer probes, of those that ship with the package
+# That answer probes, of those that ship with the package. MIXTURE has experts and latents: for models with either.
+MODEL, MIXTURE, DRAFT = "tiny-target", "tiny-moe", "tiny-draft"
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 2},
     {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
@@ -92,10 +95,10 @@ class ExactGate:
         return self._gate((variant, ""), config, _questions(prompts, [length] * len(prompts)), "its own weights", ())
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
-        """With the shipped model, in place of the variant's."""
-        questions = probes(whole=not config.scheduler.chunked_prefill)
-        weights = "trained weights, small chunks, little memory"
-        return self._gate((variant, ""), _stressed(config), questions, weights, ())
+        """With a shipped model, in place of the variant's."""
+        questions, stressed = probes(whole=not config.scheduler.chunked_prefill), _stressed(config)
+        weights = f"trained weights of {stressed.model.path}, small chunks, little memory"
+        return self._gate((variant, ""), stressed, questions, weights, ())
 
     def _gate(
         self, cell: tuple[str, str], config: EngineConfig, asked: list[Question], weights: str, prime: Sequence[Item]
@@ -195,8 +198,8 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 
 
 def _stressed(config: EngineConfig) -> EngineConfig:
-    """The variant's mechanisms around the shipped model, in small chunks; memory for two or three of the longest."""
-    shipped = "tiny-moe" if config.parallel.expert > 1 else MODEL
+    """The variant's mechanisms around a shipped model, in small chunks; memory for two or three of the longest."""
+    shipped = MIXTURE if _is_mixture(config.model) else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)
     if speculation.has_draft_model:
@@ -208,7 +211,6 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=model,
-        attention=replace(config.attention, mla=MLAForm.auto),  # it has no latents
         cache=replace(  # without files: those of earlier gates would answer
             logit_gate.bare(cache, blocks),
             host_prefix_gib=None if cache.host_prefix_gib is None else SMALL_TIER_GIB,
@@ -220,6 +222,12 @@ def _stressed(config: EngineConfig) -> EngineConfig:
         speculation=speculation,
         lora=_random(config.lora),
     )
+
+
+def _is_mixture(model: ModelConfig) -> bool:
+    """Whether it has experts, or latents."""
+    spec = load_spec(replace(model, load_format=LoadFormat.dummy))  # which asks for no weights
+    return isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
 
 
 def _random(lora: LoraConfig) -> LoraConfig:

@@ -277,6 +277,9 @@ SERVING: dict[str, Formula] = {
         "expert_imbalance": ("tokens of a layer's busiest expert / of its average one, mean step",
                              lambda s: _mean([r.expert_imbalance for r in s.records if r.expert_imbalance is not None],
                                              missing=NOT_COUNTED)),
+        "rank_imbalance": ("tokens of the experts of a layer's busiest rank / of its average one, mean step",
+                           lambda s: _mean([r.rank_imbalance for r in s.records if r.rank_imbalance is not None],
+                                           missing=NOT_EXCHANGED)),
         "exchange_excess": ("those bytes / a row there and back for each rank with a token's experts",
                             _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
     }),
@@ -285,6 +288,10 @@ SERVING: dict[str, Formula] = {
                         _of_exchanges(lambda t: t.sent_bytes / 1e6)),
     }),
     **DRAFTS,
+    **of_pass("bytes", Better.lower, {
+        "kv_token_bytes": ("KV of a token",
+                           lambda s, c: UNKNOWN_MEMORY if s.kv_token_bytes is None else float(s.kv_token_bytes)),
+    }),
     **of_pass("MiB", Better.lower, {
         "peak_memory_mib": ("peak memory",
                             lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20),

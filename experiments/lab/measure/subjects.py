@@ -54,6 +54,7 @@ class EngineSubject:
             memory_growth=self._memory.growth(),
             compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
+            kv_token_bytes=self.engine.startup.kv_token_bytes or None,
         )
 
     def forget(self) -> None:

@@ -100,6 +100,7 @@ class Served:
     host: HostUse | None = None  # of a pass over HTTP
     # What the engine measured of its steps when it started; None where it drafts nothing.
     step_costs: StepCosts | None = None
+    kv_token_bytes: int | None = None  # that the engine keeps of a token; None where nobody knows
     # Requests in flight, integrated over the pass by the client; None where nobody counts them.
     in_flight_s: float | None = None
     # What the whole call of `serve` took, less the time before its first arrival was due.

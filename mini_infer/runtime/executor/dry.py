@@ -56,6 +56,7 @@ class DryModel:
     """
 
     expert_counts = None
+    rank_counts = None
     expert_meter = None
     hot_experts = None
     adapters = None

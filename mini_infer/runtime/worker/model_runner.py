@@ -56,6 +56,7 @@ class LaunchedStep(NamedTuple):
     drafting: Stopwatch | None = None  # None where no model drafted
     pushed: Any = None  # an event behind the copies to other engines; None where there are none
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
+    rank_counts: Tensor | None = None  # as StepResult.rank_tokens; None where nobody counts, or there is one rank
     expert_traffic: Tensor | None = None  # as Meter takes it; None where there is none
 
 
@@ -125,8 +126,9 @@ class Runner:
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if not plan.req_indices:
             return self._launched(plan)
-        if (counts := self._model.expert_counts) is not None:
-            counts.zero_()
+        for counts in (self._model.expert_counts, self._model.rank_counts):
+            if counts is not None:
+                counts.zero_()
         if (meter := self._model.expert_meter) is not None:
             meter.clear()
         if self._model.hot_experts is not None:
@@ -237,14 +239,15 @@ class Runner:
         goes into page-locked memory, which needs no waiting. So do the counts of experts."""
         if token_ids is not None:
             self._stage.tell(token_ids, real)
-        counts = self._model.expert_counts if plan.req_indices else None
-        tokens, counts = (
-            None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in (token_ids, counts)
+        counts = (self._model.expert_counts, self._model.rank_counts) if plan.req_indices else (None, None)
+        tokens, by_expert, by_rank = (
+            None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True)
+            for tensor in (token_ids, *counts)
         )
         meter = self._model.expert_meter if plan.req_indices else None
         traffic = None if meter is None else meter.take()
         done = record_event(self._states.device)
-        about |= {"real": real, "expert_counts": counts, "expert_traffic": traffic}
+        about |= {"real": real, "expert_counts": by_expert, "rank_counts": by_rank, "expert_traffic": traffic}
         about["pushed"] = None if self.pusher is None else self.pusher.end()
         return LaunchedStep(plan, done, tokens=tokens, **about)
 
@@ -275,9 +278,9 @@ class Runner:
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = self.end_transfers(wait=not tokens)
         failed = NONE if self.transfers is None else self.transfers.failed(ended)
-        counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
+        by_expert, by_rank = _by_layer(launched.expert_counts), _by_layer(launched.rank_counts)
         traffic = None if launched.expert_traffic is None else traffic_of(launched.expert_traffic)
-        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, counts, traffic)
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, by_expert, by_rank, traffic)
 
     def end_transfers(self, wait: bool) -> tuple[int, ...]:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
@@ -311,6 +314,10 @@ class Runner:
         """Puts another token where the next step reads it."""
         self.settle()
         self._states.history[req_index, position] = token_id
+
+
+def _by_layer(counts: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    return () if counts is None else tuple(map(tuple, counts.tolist()))
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

@@ -42,8 +42,9 @@ class TorchModel:
         self._model = model
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
-        self.expert_counts, self.expert_meter = model.expert_counts, model.expert_meter
-        self.hot_experts, self.adapters = model.hot_experts, model.adapters
+        self.expert_counts, self.rank_counts = model.expert_counts, model.rank_counts
+        self.expert_meter, self.hot_experts = model.expert_meter, model.hot_experts
+        self.adapters = model.adapters
         self.samples = model.spec.is_last
         self.on_layer: Callable[[int], None] | None = None  # told of each layer whose K and V of a step are stored
         self._backends = backends
