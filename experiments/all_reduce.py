@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error, worst
 from experiments.lab.measure import hardware
@@ -34,12 +35,8 @@ REFERENCE = "the sum of the parts of all ranks in fp32"
 class AllReduceSpec(RanksSpec):
     """`rows` are numbers of rows that are summed, each of `hidden` numbers."""
 
-    rows: tuple[int, ...] = ()
-    hidden: int = 3584
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("experiment", self, 1, "rows", "hidden")
+    rows: tuple[Count, ...] = ()
+    hidden: Count = 3584
 
 
 class AllReduceExperiment(OverRanks):

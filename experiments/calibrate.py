@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import check, schema
+from experiments.lab import schema
 from experiments.lab.axes import CONF
+from experiments.lab.check import Count, Several
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
@@ -66,16 +67,12 @@ class CalibrateSpec(ExperimentSpec):
         output_tokens: of a request that decodes.
     """
 
-    rows: tuple[int, ...] = (1, 2, 4, 8)
-    contexts: tuple[int, ...] = (16, 128)
-    prompts: tuple[int, ...] = (8, 32, 128)
-    decodes: tuple[int, ...] = (2, 6)
-    beside_prompts: tuple[int, ...] = (16, 64)
-    output_tokens: int = 24
-
-    def __post_init__(self) -> None:
-        check.at_least("experiment", self, 1, "rows", "contexts", "prompts", "decodes", "beside_prompts")
-        check.at_least("experiment", self, 2, "output_tokens")
+    rows: tuple[Count, ...] = (1, 2, 4, 8)
+    contexts: tuple[Count, ...] = (16, 128)
+    prompts: tuple[Count, ...] = (8, 32, 128)
+    decodes: tuple[Count, ...] = (2, 6)
+    beside_prompts: tuple[Count, ...] = (16, 64)
+    output_tokens: Several = 24
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, check, points, schema
+from experiments.lab import axes, points, schema
+from experiments.lab.check import Count, PositiveShare
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
@@ -61,16 +62,14 @@ class CapacitySpec(ExperimentSpec):
     """
 
     slo: SLO = field(default_factory=SLO)
-    share: float = 0.9
+    share: PositiveShare = 0.9
     settings: dict[str, Any] = field(default_factory=dict)
-    most_replicas: int = 64
+    most_replicas: Count = 64
 
     def __post_init__(self) -> None:
         if not self.slo.bounds:
             raise ConfigError("experiment.slo has no bound: give experiment.slo.ttft_ms, tpot_ms, itl_ms or e2e_ms")
-        check.above_zero("experiment", self, "share")
-        check.share("experiment", self, "share")
-        check.at_least("experiment", self, 1, "most_replicas")
+        super().__post_init__()
         for key, values in self.settings.items():
             known = key.startswith("engine.") or key == PREFILL_SHARE
             if not known or not isinstance(values, Sequence) or isinstance(values, str):

@@ -16,7 +16,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab import check, points, schema
+from experiments.lab import points, schema
+from experiments.lab.check import Positive
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import seconds_of
@@ -56,7 +57,7 @@ class CeilingsSpec(ExperimentSpec):
     mib: dict[str, list[int]] = field(default_factory=dict)
     matmul: dict[str, list[int]] = field(default_factory=dict)
     formats: dict[str, list[str]] = field(default_factory=dict)
-    sustained_s: float = 2.0
+    sustained_s: Positive = 2.0
     write: bool = True
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class CeilingsSpec(ExperimentSpec):
             formats = self.formats.get(device)
             if not formats or not set(formats) <= set(FORMATS):
                 raise ConfigError(f"experiment.formats.{device} must be a list of {', '.join(FORMATS)}, got {formats}")
-        check.above_zero("experiment", self, "sustained_s")
+        super().__post_init__()
 
 
 class CeilingsExperiment(Probe):

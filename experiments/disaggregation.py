@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count, Several
 from experiments.lab.experiment import Findings
 from experiments.lab.judge import stats, validity
 from experiments.lab.judge.gate import Gate, compare
@@ -106,17 +107,13 @@ class DisaggregationSpec(ExperimentSpec):
         keep_engines: those of all variants stay side by side; else the ones of a variant end before another's start.
     """
 
-    prompt_tokens: tuple[int, ...] = ()
-    prompts: int = 10
+    prompt_tokens: tuple[Several, ...] = ()
+    prompts: Count = 10
     mixes: tuple[Mix, ...] = ()
-    count: int = 100
+    count: Count = 100
     slo: SLO = field(default_factory=SLO)
     stream_tokens: int = 256
     keep_engines: bool = False
-
-    def __post_init__(self) -> None:
-        check.at_least("experiment", self, 2, "prompt_tokens")
-        check.at_least("experiment", self, 1, "prompts", "count")
 
 
 class Disaggregation(Probe):

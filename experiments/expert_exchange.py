@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import Store
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
@@ -46,7 +47,7 @@ class ExpertExchangeSpec(RanksSpec):
         experts, chosen, hidden, inner: of the layer, of a token, and numbers of a token and of an expert's.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Count, ...] = ()
     routing: tuple[Routing, ...] = (Routing.uniform,)
     experts: int = 128
     chosen: int = 8
@@ -55,7 +56,6 @@ class ExpertExchangeSpec(RanksSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least("experiment", self, 1, "tokens")
         if Routing.learned in self.routing or self.experts % self.ranks:
             raise ConfigError(
                 "experiment.routing must be of uniform and zipf, and experiment.ranks divide experiment.experts; got "

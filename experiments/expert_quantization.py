@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
@@ -63,11 +64,8 @@ class ExpertQuantizationSpec(ExperimentSpec):
     """
 
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    windows: int = 8
-    window_tokens: int = 256
-
-    def __post_init__(self) -> None:
-        check.at_least("experiment", self, 1, "windows", "window_tokens")
+    windows: Count = 8
+    window_tokens: Count = 256
 
 
 class ExpertQuantization(Probe):

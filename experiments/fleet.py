@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check
+from experiments.lab.check import Checked, Count, Positive
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
 from experiments.lab.measure.rounds import Probe
@@ -50,7 +50,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Checked):
     """
     Attributes:
         load: of the spec's rate, at its highest.
@@ -59,15 +59,16 @@ class Case:
             `restart_s` later.
     """
 
-    replicas: int = 1000
-    routers: int = 1
-    load: float = 1.0
+    section: ClassVar[str] = "experiment.cases"
+
+    replicas: Count = 1000
+    routers: Count = 1
+    load: Positive = 1.0
     swing: float = 0.0
     down: float = 0.0
 
     def __post_init__(self) -> None:
-        check.at_least("experiment.cases", self, 1, "replicas", "routers")
-        check.above_zero("experiment.cases", self, "load")
+        super().__post_init__()
         if not 0 <= self.swing < 1 or not 0 <= self.down < 1:
             raise ConfigError(f"swing and down of a fleet must be from 0 to less than 1, got {self}")
 
@@ -90,22 +91,19 @@ class FleetSpec(ExperimentSpec):
     """
 
     costs: str = "qwen2_5_7b.h200"
-    slower: float = 4.0
-    rate_per_s: float = 2.5
-    window_s: float = 40.0
+    slower: Positive = 4.0
+    rate_per_s: Positive = 2.5
+    window_s: Positive = 40.0
     prefixes: int = 2
     shared: float = 0.75
     prefix_tokens: int = 2048
     suffix_tokens: int = 2048
     output_tokens: int = 128
     blocks: int = 8192
-    ttft_ms: float = 2000.0
-    tpot_ms: float = 100.0
-    restart_s: float = 10.0
+    ttft_ms: Positive = 2000.0
+    tpot_ms: Positive = 100.0
+    restart_s: Positive = 10.0
     cases: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check.above_zero("experiment", self, "slower", "rate_per_s", "window_s", "restart_s", "ttft_ms", "tpot_ms")
 
 
 class _Seen(NamedTuple):

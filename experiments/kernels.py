@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import check, points, schema
+from experiments.lab import points, schema
+from experiments.lab.check import Positive
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
@@ -91,7 +92,7 @@ class KernelSpec(ExperimentSpec):
     sweeps: tuple[Sweep, ...] = ()
     metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")
     dtype: DType = DType.bfloat16
-    allowed_error: float = 0.02
+    allowed_error: Positive = 0.02
 
     def __post_init__(self) -> None:
         if self.baseline not in self.variants:
@@ -112,7 +113,7 @@ class KernelSpec(ExperimentSpec):
                 raise ConfigError(f"unknown metric {metric!r}{suggest(metric, METRICS)}")
         if self.dtype is DType.auto:
             raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
-        check.above_zero("experiment", self, "allowed_error")
+        super().__post_init__()
 
 
 class KernelSweep(Experiment):

@@ -18,7 +18,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
@@ -92,19 +93,18 @@ class QuantizationSpec(ExperimentSpec):
     single: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     left: tuple[float, ...] = ()
-    samples: int = 64
-    length: int = 512
-    windows: int = 24
-    window_tokens: int = 512
-    few_windows: int = 4
-    prompts: int = 16
-    prompt_tokens: int = 96
-    new_tokens: int = 64
+    samples: Count = 64
+    length: Count = 512
+    windows: Count = 24
+    window_tokens: Count = 512
+    few_windows: Count = 4
+    prompts: Count = 16
+    prompt_tokens: Count = 96
+    new_tokens: Count = 64
     beside: tuple[Beside, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = ("samples", "length", "windows", "window_tokens", "few_windows", "prompts", "prompt_tokens")
-        check.at_least("experiment", self, 1, *sizes, "new_tokens")
+        super().__post_init__()
         for share in self.left:
             if not 0 < share < 1:
                 raise ConfigError(f"experiment.left must be shares between 0 and 1, got {share}")

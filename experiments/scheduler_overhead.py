@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
@@ -58,17 +59,16 @@ class OverheadSpec(ExperimentSpec):
         rows: of plans that another rank's process is told.
     """
 
-    running: tuple[int, ...] = (16, 64, 128, 256, 512)
-    steps: int = 1000
-    prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    matches: int = 50
-    waiting: tuple[int, ...] = (10, 1_000, 100_000)
-    waiting_running: int = 256
-    rows: tuple[int, ...] = (1, 64, 256)
+    running: tuple[Count, ...] = (16, 64, 128, 256, 512)
+    steps: Count = 1000
+    prompt_tokens: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)
+    matches: Count = 50
+    waiting: tuple[Count, ...] = (10, 1_000, 100_000)
+    waiting_running: Count = 256
+    rows: tuple[Count, ...] = (1, 64, 256)
 
     def __post_init__(self) -> None:
-        lists = ("running", "prompt_tokens", "waiting", "rows")
-        check.at_least("experiment", self, 1, *lists, "steps", "matches", "waiting_running")
+        super().__post_init__()
         if len(set(self.running)) < 3:
             raise ConfigError(f"experiment.running needs three sizes or more to fit a line, got {list(self.running)}")
 

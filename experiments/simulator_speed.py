@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import check, points
+from experiments.lab import points
+from experiments.lab.check import Count, Positive
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.simulated import OF_REPLICAS
@@ -63,16 +64,12 @@ class SpeedSpec(ExperimentSpec):
         prompt_tokens, output_tokens: means of their lengths, which are exponentially distributed.
     """
 
-    replicas: tuple[int, ...] = (1, 8, 64)
-    cells: int = 2
-    rate_per_s: float = 3.125
-    simulated_s: float = 3600.0
-    prompt_tokens: int = 1155
-    output_tokens: int = 211
-
-    def __post_init__(self) -> None:
-        names = ("replicas", "cells", "rate_per_s", "simulated_s", "prompt_tokens", "output_tokens")
-        check.above_zero("experiment", self, *names)
+    replicas: tuple[Count, ...] = (1, 8, 64)
+    cells: Count = 2
+    rate_per_s: Positive = 3.125
+    simulated_s: Positive = 3600.0
+    prompt_tokens: Count = 1155
+    output_tokens: Count = 211
 
 
 class SimulatorSpeed(Probe):

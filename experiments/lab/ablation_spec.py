@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab import check
+from experiments.lab.check import Natural, Positive
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
@@ -35,8 +35,8 @@ class AblationSpec(ExperimentSpec):
     # The points whose requests are asked by the gate of tokens (see exact_gate.py); left out: all of them.
     gate_at: tuple[dict[str, Any], ...] = ()
     # The most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
-    gate_logit_error: float | None = None
-    samples: int = 0  # so many prompts of the workload are shown in the report with what was generated
+    gate_logit_error: Positive | None = None
+    samples: Natural = 0  # so many prompts of the workload are shown in the report with what was generated
     # The point whose first repeat is kept step by step, {} where there is only one; left out: none is.
     timeline: dict[str, Any] | None = None
     # The points at which each engine's decode steps are profiled on a GPU after all else has been timed.
@@ -52,8 +52,7 @@ class AblationSpec(ExperimentSpec):
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
-        check.above_zero("experiment", self, "gate_logit_error")
-        check.at_least("experiment", self, 0, "samples")
+        super().__post_init__()
         profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
         if profiled and not self.profile:
             raise ConfigError(

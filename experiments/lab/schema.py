@@ -20,8 +20,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.lab import axes, check
+from experiments.lab import axes
 from experiments.lab.axes import CONF, Axes
+from experiments.lab.check import Checked, Count, Natural, Positive
 from experiments.lab.explain import describe, suggest
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
@@ -74,21 +75,17 @@ class Again(str, Enum):
 
 
 @dataclass(frozen=True)
-class Measure:
-    processes: int = 3  # each with weights, prompts, lengths and sampling of its own
-    repeats: int = 2  # in each process, of every variant at every point; even, or 1
+class Measure(Checked, section="measure"):
+    processes: Count = 3  # each with weights, prompts, lengths and sampling of its own
+    repeats: Count = 2  # in each process, of every variant at every point; even, or 1
     gates: bool = True  # whether engines are checked before they are timed: once, in the first process
     aa: Again = Again.auto  # whether the baseline is measured a second time, under another name
-    seed: int = 0  # of prompts, lengths and the order of everything random
-    threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
+    seed: Natural = 0  # of prompts, lengths and the order of everything random
+    threads: Count | None = None  # of torch, for all variants alike; default: what torch chooses
     system: Kind | None = None  # the only one to measure; default: the experiment's variants
     predict: bool = False  # beside each variant of the engine, what a simulated one would do
     costs: str = "conf/costs"  # folder of what a simulated engine's steps take
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
-
-    def __post_init__(self) -> None:
-        check.at_least("measure", self, 1, "processes", "repeats", "threads")
-        check.at_least("measure", self, 0, "seed")
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class TrackerKind(str, Enum):
 
 
 @dataclass(frozen=True)
-class TrackerSettings:
+class TrackerSettings(Checked, section="tracker"):
     """Who is told of a finished run."""
 
     kind: TrackerKind = TrackerKind.none
@@ -125,12 +122,12 @@ class TrackerSettings:
     project: str = "mini-infer"
     entity: str | None = None  # user or team; the login's own where it is not given
     folder: str = "outputs"  # of its files; a relative path starts at the folder of run.py
-    sync_timeout_s: float = 120.0
+    sync_timeout_s: Positive = 120.0
 
     def __post_init__(self) -> None:
         if not self.project or not self.folder:
             raise ConfigError("tracker.project and tracker.folder must not be empty")
-        check.above_zero("tracker", self, "sync_timeout_s")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

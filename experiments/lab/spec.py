@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from experiments.lab.check import Checked
 from mini_infer.core.errors import ConfigError
 
 VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
@@ -81,7 +82,7 @@ class PlotSpec:
 
 
 @dataclass(frozen=True)
-class ExperimentSpec:
+class ExperimentSpec(Checked, section="experiment"):
     """The texts, claims and figures of a report."""
 
     title: str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.lab import check
+from experiments.lab.check import Checked, FromZero, Positive, PositiveShare
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS
 from experiments.lab.points import Point
@@ -26,15 +26,15 @@ ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, s
 
 
 @dataclass(frozen=True)
-class RateSearch:
+class RateSearch(Checked, section="experiment.search"):
     # The range of rates; without it nothing is searched.
-    low_per_s: float | None = None
-    high_per_s: float | None = None
-    share: float = IN_TIME  # of the requests, which must keep every bound of experiment.slo
+    low_per_s: Positive | None = None
+    high_per_s: Positive | None = None
+    share: PositiveShare = IN_TIME  # of the requests, which must keep every bound of experiment.slo
     # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
     # Requests of each rate come for so long at least: workload.count is raised for it. 0: it is as it is.
-    seconds: float = 0.0
+    seconds: FromZero = 0.0
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
 
@@ -42,9 +42,7 @@ class RateSearch:
         low, high = self.low_per_s, self.high_per_s
         if (low is None) != (high is None):
             raise ConfigError("experiment.search needs both low_per_s and high_per_s, or neither")
-        check.above_zero("experiment.search", self, "low_per_s", "high_per_s", "share")
-        check.share("experiment.search", self, "share")
-        check.at_least("experiment.search", self, 0, "seconds")
+        super().__post_init__()
         if low is not None and high is not None and low >= high:
             raise ConfigError(f"experiment.search: low_per_s={low:g} must be below high_per_s={high:g}")
         if not 2 <= self.steps <= MOST_STEPS:

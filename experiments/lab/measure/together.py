@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store
 
-from experiments.lab import check
+from experiments.lab.check import Several
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.rounds import Probe
@@ -45,12 +45,12 @@ class Rank(Protocol):
 
 @dataclass(frozen=True)
 class RanksSpec(ExperimentSpec):
-    ranks: int = 2  # processes
+    ranks: Several = 2  # processes
     dtype: DType = DType.bfloat16  # of the numbers
     allowed_error: float = 0.02  # the most that a row may be off by, relative to its norm
 
     def __post_init__(self) -> None:
-        check.at_least("experiment", self, 2, "ranks")
+        super().__post_init__()
         if self.dtype is DType.auto:
             raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
 

@@ -5,38 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.lab import check
+from experiments.lab.check import Checked, Count, Natural, Positive
 from experiments.lab.measure.kinds import Kind
 
 
 @dataclass(frozen=True)
-class ProcessSettings:
+class ProcessSettings(Checked, section="peers.*"):
     # The peer's interpreter, such as that of a virtual environment; default: this process's own.
     python: str | None = None
     # Folders with the peer's packages, instead of this process's PYTHONPATH: so it can live beside another version of
     # torch.
     pythonpath: str | None = None
-    timeout_s: float = 900.0  # the longest wait for its start, and for each pass
-
-    def __post_init__(self) -> None:
-        check.above_zero("peers.*", self, "timeout_s")
+    timeout_s: Positive = 900.0  # the longest wait for its start, and for each pass
 
 
 @dataclass(frozen=True)
-class HFSettings(ProcessSettings):
+class HFSettings(ProcessSettings, section="peers.hf"):
     # So many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
-    processes: int | None = None
+    processes: Natural | None = None
 
 
 @dataclass(frozen=True)
-class VLLMSettings(ProcessSettings):
+class VLLMSettings(ProcessSettings, section="peers.vllm"):
     args: dict[str, Any] = field(default_factory=dict)  # more arguments of its EngineArgs, by name
     api_processes: int = 1  # of its server
 
 
 @dataclass(frozen=True)
-class ServedSettings(ProcessSettings):
-    api_processes: int = 1  # of mini-infer's server
+class ServedSettings(ProcessSettings, section="peers.served"):
+    api_processes: Count = 1  # of mini-infer's server
 
 
 @dataclass(frozen=True)
@@ -47,27 +44,21 @@ class HTTPSettings:
 
 
 @dataclass(frozen=True)
-class ClientSettings(ProcessSettings):
+class ClientSettings(ProcessSettings, section="peers.client"):
     # Of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
-    processes: int | None = None
+    processes: Count | None = None
 
 
 @dataclass(frozen=True)
-class PeerSettings:
+class PeerSettings(Checked, section="peers"):
     # So many of measure.processes measure peers, the first ones; default: all. Each starts its peers anew, which of
     # vLLM takes a minute.
-    processes: int | None = None
+    processes: Natural | None = None
     hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
     served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
     http: HTTPSettings = field(default_factory=HTTPSettings)
     client: ClientSettings = field(default_factory=ClientSettings)  # the load on servers
-
-    def __post_init__(self) -> None:
-        check.at_least("peers", self, 0, "processes")
-        check.at_least("peers.hf", self.hf, 0, "processes")
-        check.at_least("peers.served", self.served, 1, "api_processes")
-        check.at_least("peers.client", self.client, 1, "processes")
 
     def processes_of(self, kind: Kind) -> int | None:
         """How many processes measure a kind of peer; None: all."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from experiments.lab import check
+from experiments.lab.check import Checked, Count, Positive
 from mini_infer.core.errors import ConfigError
 
 START = 16  # tokens: prompts that are to share nothing differ within these (one KV block of the default size)
@@ -65,7 +65,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Checked, section="workload"):
     kind: ClassVar[str]  # its name in YAML
 
     @property
@@ -145,12 +145,12 @@ class Arriving(Workload):
     where it is not given). The others are open loops: nobody waits for a place."""
 
     arrivals: Arrivals = Arrivals.closed
-    concurrency: int | None = None
-    rate_per_s: float | None = None  # mean arrivals a second, of poisson and gamma
+    concurrency: Count | None = None
+    rate_per_s: Positive | None = None  # mean arrivals a second, of poisson and gamma
     # Standard deviation of the gaps between arrivals over their mean, of gamma. 1 is a Poisson process.
-    cv: float | None = None
+    cv: Positive | None = None
     # Requests in the warm-up; default: as many as are in flight, or 16 where an open loop does not tell.
-    warmup: int | None = None
+    warmup: Count | None = None
 
     recorded_arrivals: ClassVar[bool] = False  # whether arrivals=trace means something
 
@@ -164,8 +164,7 @@ class Arriving(Workload):
         self._only_with("concurrency", self.arrivals is Arrivals.closed, "arrivals=closed", needed=False)
         self._only_with("rate_per_s", random, "arrivals=poisson or gamma", needed=True)
         self._only_with("cv", self.arrivals is Arrivals.gamma, "arrivals=gamma", needed=True)
-        check.at_least("workload", self, 1, "concurrency", "warmup")
-        check.above_zero("workload", self, "rate_per_s", "cv")
+        super().__post_init__()
 
     def _only_with(self, name: str, applies: bool, condition: str, *, needed: bool) -> None:
         given = getattr(self, name) is not None
@@ -224,11 +223,7 @@ class Arriving(Workload):
 class Counted(Arriving):
     """One whose requests are counted by a setting."""
 
-    count: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "count")
+    count: Count = 16
 
     @property
     def num_requests(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab import check
+from experiments.lab.check import Count, FromZero, Natural, Positive, Share
 from experiments.lab.workloads.base import START, Arriving, Counted, Inputs, Item, Vocabulary, Workload, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
@@ -19,12 +19,8 @@ class Fixed(Counted):
 
     kind: ClassVar[str] = "fixed"
 
-    prompt_tokens: int = 128
-    output_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "prompt_tokens", "output_tokens")
+    prompt_tokens: Count = 128
+    output_tokens: Count = 128
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         way_out = self._lower("prompt_tokens", "output_tokens")
@@ -40,24 +36,17 @@ class Uniform(Counted):
 
     kind: ClassVar[str] = "uniform"
 
-    count: int = 256
-    min_prompt_tokens: int = 100
-    max_prompt_tokens: int = 1024
-    min_output_tokens: int = 100
-    max_output_tokens: int = 1024
+    count: Count = 256
+    min_prompt_tokens: Count = 100
+    max_prompt_tokens: Count = 1024
+    min_output_tokens: Count = 100
+    max_output_tokens: Count = 1024
     # How much of the range of output lengths is used, about its middle: at 0 all outputs have the middle length, at 1
     # the range is whole. The mean stays where it is.
-    output_spread: float = 1.0
+    output_spread: Share = 1.0
     # Share of requests with priority 0 and the name "urgent"; the others have priority 1 and the name "normal". At 0
     # there is one class, without a name.
-    urgent_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "min_prompt_tokens", "min_output_tokens")
-        check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
-        check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
-        check.share("workload", self, "output_spread", "urgent_share")
+    urgent_share: Share = 0.0
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         way_out = self._lower("max_prompt_tokens", "max_output_tokens")
@@ -102,18 +91,13 @@ class Mixed(Workload):
 
     kind: ClassVar[str] = "mixed"
 
-    streams: int = 8
-    stream_prompt_tokens: int = 64
-    stream_output_tokens: int = 256
-    prompts: int = 4
-    prompt_tokens: int = 1024
-    prompt_output_tokens: int = 8
-    prompt_every_s: float = 0.5
-
-    def __post_init__(self) -> None:
-        check.at_least("workload", self, 1, "streams", "stream_prompt_tokens", "stream_output_tokens")
-        check.at_least("workload", self, 1, "prompts", "prompt_tokens", "prompt_output_tokens")
-        check.above_zero("workload", self, "prompt_every_s")
+    streams: Count = 8
+    stream_prompt_tokens: Count = 64
+    stream_output_tokens: Count = 256
+    prompts: Count = 4
+    prompt_tokens: Count = 1024
+    prompt_output_tokens: Count = 8
+    prompt_every_s: Positive = 0.5
 
     @property
     def num_requests(self) -> int:
@@ -151,17 +135,12 @@ class MultiTurn(Arriving):
 
     kind: ClassVar[str] = "multi_turn"
 
-    conversations: int = 8
-    turns: int = 4
-    prompt_tokens: int = 128  # of a conversation's first turn
-    user_tokens: int = 32  # that each later turn adds
-    answer_tokens: int = 64  # output of every turn
-    think_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "conversations", "turns", "prompt_tokens", "user_tokens", "answer_tokens")
-        check.at_least("workload", self, 0, "think_s")
+    conversations: Count = 8
+    turns: Count = 4
+    prompt_tokens: Count = 128  # of a conversation's first turn
+    user_tokens: Count = 32  # that each later turn adds
+    answer_tokens: Count = 64  # output of every turn
+    think_s: FromZero = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -212,22 +191,16 @@ class SharedPrefix(Counted):
 
     kind: ClassVar[str] = "shared_prefix"
 
-    count: int = 32
-    prefix_tokens: int = 512
-    suffix_tokens: int = 64
-    output_tokens: int = 32
-    hit_rate: float = 1.0  # share of requests that begin with a shared prefix. Which ones is drawn by the seed.
-    groups: int = 1  # different prefixes
+    count: Count = 32
+    prefix_tokens: Natural = 512
+    suffix_tokens: Count = 64
+    output_tokens: Count = 32
+    hit_rate: Share = 1.0  # share of requests that begin with a shared prefix. Which ones is drawn by the seed.
+    groups: Count = 1  # different prefixes
     # At 0 requests take them in turns; else each draws its own, the i-th with a weight of 1 / i**skew, as prefixes are
     # asked for in recorded traces: some all the time, many once in a while.
-    skew: float = 0.0
+    skew: FromZero = 0.0
     prime: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "suffix_tokens", "output_tokens", "groups")
-        check.at_least("workload", self, 0, "prefix_tokens", "skew")
-        check.share("workload", self, "hit_rate")
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         length = self.prefix_tokens + self.suffix_tokens

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab import check
+from experiments.lab.check import Count, Share
 from experiments.lab.workloads.base import START, Counted, Inputs, Item, Vocabulary
 from mini_infer.assets.prompts import heldout_prompts
 from mini_infer.core.errors import ConfigError
@@ -20,20 +20,13 @@ class Text(Counted):
 
     kind: ClassVar[str] = "text"
 
-    min_prompt_tokens: int = 32
-    max_prompt_tokens: int = 160
-    min_output_tokens: int = 16
-    max_output_tokens: int = 96
+    min_prompt_tokens: Count = 32
+    max_prompt_tokens: Count = 160
+    min_output_tokens: Count = 16
+    max_output_tokens: Count = 96
     # Share of the prompt that follows it once more, from its beginning, as when a text is asked for with few changes;
     # the whole is then so much longer.
-    again: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.at_least("workload", self, 1, "min_prompt_tokens", "min_output_tokens")
-        check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
-        check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
-        check.share("workload", self, "again")
+    again: Share = 0.0
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from experiments.lab import check
+from experiments.lab.check import Count, FromOne, Natural, Positive
 from experiments.lab.workloads import trace_file
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
@@ -25,18 +25,15 @@ class Trace(Arriving):
 
     arrivals: Arrivals = Arrivals.trace  # `trace` for the recorded times; the others take the lengths alone
     path: str = ""
-    start: int = 0
-    limit: int = 256
-    rate_scale: float = 1.0  # 2 makes requests arrive twice as fast as recorded
-    shrink: float = 1.0  # lengths of prompts and outputs are divided by this, and shared prefixes with them
-    max_prompt_tokens: int | None = None  # longer prompts, once shrunk, are cut off at their end; likewise outputs
-    max_output_tokens: int | None = None
+    start: Natural = 0
+    limit: Count = 256
+    rate_scale: Positive = 1.0  # 2 makes requests arrive twice as fast as recorded
+    shrink: FromOne = 1.0  # lengths of prompts and outputs are divided by this, and shared prefixes with them
+    max_prompt_tokens: Count | None = None  # longer prompts, once shrunk, are cut off at their end; likewise outputs
+    max_output_tokens: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least("workload", self, 0, "start")
-        check.at_least("workload", self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
-        check.above_zero("workload", self, "rate_scale")
         if self.rate_scale != 1 and self.arrivals is not Arrivals.trace:
             raise ConfigError(
                 f"workload.rate_scale={self.rate_scale} needs workload.arrivals=trace; it is {self.arrivals.value}"
