@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from experiments.lab.judge.metrics import NOTHING, Better, Missing, Value, of_engine, total
+from experiments.lab.judge.metrics import HIGHER, LOWER, NOTHING, Missing, Value, of_engine, total
 from experiments.lab.measure.traces import Served
 from mini_infer.core.plan import StepRecord
 from mini_infer.speculative.policy.costs import StepCosts
@@ -151,42 +151,39 @@ def _share_of_formula(served: Served) -> float | Missing:
 
 
 _RATE = "output tokens per second of the steps without prompts"
-_PLACES: dict[str, tuple[str, Value]] = {
-    f"acceptance_{place + 1}": (
+_PLACES = {
+    f"acceptance_{place + 1}": of_engine(
         f"share of the drafts in place {place + 1} that were accepted",
+        "",
+        HIGHER,
         _ratio(_at(place, lambda record: record.accepted), _at(place, lambda record: record.drafted)),
+        share=True,
     )
     for place in range(PLACES)
 }
 DRAFTS = {
-    **of_engine("", Better.higher, {
-        "acceptance": ("share of the tried drafts that were accepted", _ratio(_accepted, _tried)),
-        "accepted_of_drafted": ("share of all drafts that were accepted", _ratio(_accepted, _drafted)),
-        **_PLACES,
-    }, share=True),
-    **of_engine("", Better.lower, {
-        "draft_time_share": ("share of the time of steps with drafts that the draft model takes", _draft_time_share),
-    }, share=True),
-    **of_engine("tokens", Better.higher, {
-        "accepted_length": ("tokens that a request with drafts gets in a step, mean",
-                            _ratio(lambda records: _verified_rows(records) + _accepted(records), _verified_rows)),
-        "tokens_per_decode": ("tokens that a running request gets in a step, mean",
-                              lambda served: 1 + _a_decode(_accepted)(served)),
-    }),
-    **of_engine("tokens", Better.lower, {
-        "drafts_per_decode": ("drafts of a running request in a step, mean", _a_decode(_drafted)),
-        "wasted_tokens": ("drafts that were rejected", total(lambda r: sum(r.drafted) - sum(r.accepted))),
-    }),
-    **of_engine("tokens/s", Better.higher, {
-        "decode_tokens_per_s": (_RATE, _decode_rate),
-        "formula_tokens_per_s": (f"{_RATE}, by Leviathan's formula", _predicted("formula_tokens_per_s")),
-    }),
-    **of_engine("", Better.higher, {
-        "formula_share": (f"{_RATE}, measured / by Leviathan's formula", _share_of_formula),
-        "formula_speedup": ("speed-up of steps without prompts, by Leviathan's formula", _predicted("formula_speedup")),
-    }),
-    **of_engine("", Better.lower, {
-        "draft_cost": ("time of one draft token a row, in steps without drafts", _predicted("draft_cost")),
-        "verify_cost": ("time of a step that verifies drafts, in steps without drafts", _predicted("verify_cost")),
-    }),
+    "acceptance": of_engine("share of the tried drafts that were accepted", "", HIGHER, _ratio(_accepted, _tried),
+                            share=True),
+    "accepted_of_drafted": of_engine("share of all drafts that were accepted", "", HIGHER, _ratio(_accepted, _drafted),
+                                     share=True),
+    **_PLACES,
+    "draft_time_share": of_engine("share of the time of steps with drafts that the draft model takes", "", LOWER,
+                                  _draft_time_share, share=True),
+    "accepted_length": of_engine("tokens that a request with drafts gets in a step, mean", "tokens", HIGHER, _ratio(
+        lambda records: _verified_rows(records) + _accepted(records), _verified_rows)),
+    "tokens_per_decode": of_engine("tokens that a running request gets in a step, mean", "tokens", HIGHER,
+                                   lambda served: 1 + _a_decode(_accepted)(served)),
+    "drafts_per_decode": of_engine("drafts of a running request in a step, mean", "tokens", LOWER, _a_decode(_drafted)),
+    "wasted_tokens": of_engine("drafts that were rejected", "tokens", LOWER,
+                               total(lambda r: sum(r.drafted) - sum(r.accepted))),
+    "decode_tokens_per_s": of_engine(_RATE, "tokens/s", HIGHER, _decode_rate),
+    "formula_tokens_per_s": of_engine(f"{_RATE}, by Leviathan's formula", "tokens/s", HIGHER,
+                                      _predicted("formula_tokens_per_s")),
+    "formula_share": of_engine(f"{_RATE}, measured / by Leviathan's formula", "", HIGHER, _share_of_formula),
+    "formula_speedup": of_engine("speed-up of steps without prompts, by Leviathan's formula", "", HIGHER,
+                                 _predicted("formula_speedup")),
+    "draft_cost": of_engine("time of one draft token a row, in steps without drafts", "", LOWER,
+                            _predicted("draft_cost")),
+    "verify_cost": of_engine("time of a step that verifies drafts, in steps without drafts", "", LOWER,
+                             _predicted("verify_cost")),
 }  # fmt: skip

@@ -18,10 +18,11 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
 from experiments.lab.judge.metrics import (
+    HIGHER,
+    LOWER,
     NOT_A_PEERS,
     NOTHING,
     SLO,
-    Better,
     Compute,
     Context,
     Formula,
@@ -32,6 +33,7 @@ from experiments.lab.judge.metrics import (
     mean,
     of_engine,
     of_pass,
+    of_requests,
     too_few,
     total,
 )
@@ -78,10 +80,11 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
 
         return compute
 
-    entries: dict[str, tuple[str, Compute]] = {f"{key}_ms": (f"{what}, mean {one}", average)}
+    found = {f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, average)}
     for q in PERCENTILES:
-        entries[f"{key}_p{q}_ms"] = f"{what}, median {one}" if q == 50 else f"{what}, P{q}", percentile(q)
-    return of_pass("ms", Better.lower, entries, of_requests=True)
+        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
+        found[f"{key}_p{q}_ms"] = of_requests(label, "ms", LOWER, percentile(q))
+    return found
 
 
 def _mean(values: Sequence[float], count: int | None = None, missing: Missing = NOTHING) -> float | Missing:
@@ -209,119 +212,80 @@ SERVING: dict[str, Formula] = {
     **_times("itl", "inter-token latency", "gap", _gaps),
     **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
     **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
-    **of_pass("ms", Better.lower, {
-        "itl_max_ms": ("inter-token latency, longest gap",
-                       lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
-    }, of_requests=True),
-    **of_pass("tokens/s", Better.higher, {
-        "output_tokens_per_s": ("output tokens per second", _rate(
-            lambda s: sum(s.in_window(r.token_times) for r in s.requests))),
-        "input_tokens_per_s": ("prompt tokens per second", _rate(
-            lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
-    }, of_requests=True),
-    **of_pass("requests/s", Better.higher, {
-        "requests_per_s": ("requests per second", _rate(_completed)),
-        "goodput_rps": ("requests per second that met every SLO",
-                        lambda s, c: _rate(lambda served: sum(map(c.slo.met_by, served.counted)))(s, c)),
-    }, of_requests=True),
-    **of_pass("requests/s", Better.higher, {
-        "slo_rate_rps": ("highest rate of arrivals at which requests met the SLO", lambda s, c: NOT_SEARCHED),
-    }),
-    **of_pass("", Better.higher, {
-        "slo_share": ("share of the requests that met every SLO",
-                      lambda s, c: sum(map(c.slo.met_by, s.counted)) / len(s.counted) if s.counted else NOTHING),
-        "prefix_hit_rate": ("share of prompt tokens found in the prefix cache", _hit_rate),
-    }, share=True, of_requests=True),
-    **of_pass("", Better.lower, {
-        "preemptions": ("preemptions",
-                        lambda s, c: float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
-    }, of_requests=True),
-    **of_pass("s", Better.lower, {"total_s": ("time for the whole workload", lambda s, c: s.took)}),
-    **of_engine("", Better.higher, {
-        "kv_utilization": ("KV slots in use / reserved",
-                           _mean_over_time(lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots)),
-        "host_hit_rate": ("share of prompt tokens that came back from host memory", _hits(lambda r: r.host_hit_tokens)),
-        "disk_hit_rate": ("share of prompt tokens that came back from files", _hits(lambda r: r.disk_hit_tokens)),
-    }, share=True),
-    **of_engine("", Better.lower, {
-        "kv_used_share": ("share of the KV blocks in use",
-                          _mean_over_time(lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks)),
-    }, share=True),
-    **of_engine("blocks", Better.higher, {
-        "kv_cached_blocks": ("free KV blocks that hold a cached prefix",
-                             _mean_over_time(lambda r: r.kv.cached_blocks, lambda r: 1)),
-    }),
-    **of_engine("blocks", Better.lower, {
-        "evictions": ("cached KV blocks overwritten", total(lambda r: r.evictions)),
-        "swapped_blocks": ("KV blocks moved to host memory or back",
-                           total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks)),
-        "tier_blocks": ("KV blocks of prefixes copied to host memory or back",
-                        total(lambda r: r.saved_blocks + r.loaded_blocks)),
-        "file_blocks": ("KV blocks of prefixes written to files or read",
-                        total(lambda r: r.written_blocks + r.read_blocks)),
-    }),
-    **of_engine("steps", Better.lower, {"steps": ("engine steps", total(lambda r: 1))}),
-    **of_engine("ms", Better.lower, {
-        "step_ms": ("time of an engine step, mean", mean(lambda r: 1e3 * (r.end_time - r.start_time))),
-        "schedule_ms": ("time to schedule a step, mean", mean(lambda r: 1e3 * r.schedule_s)),
-        **{f"{stage}_ms": (f"{what}, mean step", _stage(stage)) for stage, what in STAGES.items()},
-    }),
-    **of_engine("tokens", Better.higher, {
-        "tokens_per_step": ("tokens computed in a step, mean", mean(lambda r: r.prefill_tokens + r.verified_tokens)),
-    }),
-    **of_engine("requests", Better.higher, {
-        "batch_size": ("requests that decode together, mean",
-                       lambda s: _mean([r.decode_rows for r in s.records if r.decode_rows])),
-    }),
-    **of_engine("", Better.lower, {
-        "expert_imbalance": ("tokens of a layer's busiest expert / of its average one, mean step",
-                             lambda s: _mean([r.expert_imbalance for r in s.records if r.expert_imbalance is not None],
-                                             missing=NOT_COUNTED)),
-        "rank_imbalance": ("tokens of the experts of a layer's busiest rank / of its average one, mean step",
-                           lambda s: _mean([r.rank_imbalance for r in s.records if r.rank_imbalance is not None],
-                                           missing=NOT_EXCHANGED)),
-        "exchange_excess": ("those bytes / a row there and back for each rank with a token's experts",
-                            _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
-    }),
-    **of_engine("MB", Better.lower, {
-        "exchange_mb": ("bytes of a step to experts of other ranks and back, mean",
-                        _of_exchanges(lambda t: t.sent_bytes / 1e6)),
-    }),
+    "itl_max_ms": of_requests("inter-token latency, longest gap", "ms", LOWER,
+                              lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
+    "output_tokens_per_s": of_requests("output tokens per second", "tokens/s", HIGHER, _rate(
+        lambda s: sum(s.in_window(r.token_times) for r in s.requests))),
+    "input_tokens_per_s": of_requests("prompt tokens per second", "tokens/s", HIGHER, _rate(
+        lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
+    "requests_per_s": of_requests("requests per second", "requests/s", HIGHER, _rate(_completed)),
+    "goodput_rps": of_requests("requests per second that met every SLO", "requests/s", HIGHER,
+                               lambda s, c: _rate(lambda served: sum(map(c.slo.met_by, served.counted)))(s, c)),
+    "slo_rate_rps": of_pass("highest rate of arrivals at which requests met the SLO", "requests/s", HIGHER,
+                            lambda s, c: NOT_SEARCHED),
+    "slo_share": of_requests("share of the requests that met every SLO", "", HIGHER,
+                             lambda s, c: _mean([c.slo.met_by(r) for r in s.counted]), share=True),
+    "prefix_hit_rate": of_requests("share of prompt tokens found in the prefix cache", "", HIGHER, _hit_rate,
+                                   share=True),
+    "preemptions": of_requests("preemptions", "", LOWER, lambda s, c:
+        float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
+    "total_s": of_pass("time for the whole workload", "s", LOWER, lambda s, c: s.took),
+    "kv_utilization": of_engine("KV slots in use / reserved", "", HIGHER, _mean_over_time(
+        lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots), share=True),
+    "host_hit_rate": of_engine("share of prompt tokens that came back from host memory", "", HIGHER,
+                               _hits(lambda r: r.host_hit_tokens), share=True),
+    "disk_hit_rate": of_engine("share of prompt tokens that came back from files", "", HIGHER,
+                               _hits(lambda r: r.disk_hit_tokens), share=True),
+    "kv_used_share": of_engine("share of the KV blocks in use", "", LOWER, _mean_over_time(
+        lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks), share=True),
+    "kv_cached_blocks": of_engine("free KV blocks that hold a cached prefix", "blocks", HIGHER, _mean_over_time(
+        lambda r: r.kv.cached_blocks, lambda r: 1)),
+    "evictions": of_engine("cached KV blocks overwritten", "blocks", LOWER, total(lambda r: r.evictions)),
+    "swapped_blocks": of_engine("KV blocks moved to host memory or back", "blocks", LOWER,
+                                total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks)),
+    "tier_blocks": of_engine("KV blocks of prefixes copied to host memory or back", "blocks", LOWER,
+                             total(lambda r: r.saved_blocks + r.loaded_blocks)),
+    "file_blocks": of_engine("KV blocks of prefixes written to files or read", "blocks", LOWER,
+                             total(lambda r: r.written_blocks + r.read_blocks)),
+    "steps": of_engine("engine steps", "steps", LOWER, total(lambda r: 1)),
+    "step_ms": of_engine("time of an engine step, mean", "ms", LOWER,
+                         mean(lambda r: 1e3 * (r.end_time - r.start_time))),
+    "schedule_ms": of_engine("time to schedule a step, mean", "ms", LOWER, mean(lambda r: 1e3 * r.schedule_s)),
+    **{f"{stage}_ms": of_engine(f"{what}, mean step", "ms", LOWER, _stage(stage)) for stage, what in STAGES.items()},
+    "tokens_per_step": of_engine("tokens computed in a step, mean", "tokens", HIGHER,
+                                 mean(lambda r: r.prefill_tokens + r.verified_tokens)),
+    "batch_size": of_engine("requests that decode together, mean", "requests", HIGHER,
+                            lambda s: _mean([r.decode_rows for r in s.records if r.decode_rows])),
+    "expert_imbalance": of_engine("tokens of a layer's busiest expert / of its average one, mean step", "", LOWER,
+        lambda s: _mean([x for r in s.records if (x := r.expert_imbalance) is not None], missing=NOT_COUNTED)),
+    "rank_imbalance": of_engine("tokens of the experts of a layer's busiest rank / of its average one, mean step", "", LOWER,
+        lambda s: _mean([x for r in s.records if (x := r.rank_imbalance) is not None], missing=NOT_EXCHANGED)),
+    "exchange_excess": of_engine("those bytes / a row there and back for each rank with a token's experts", "", LOWER,
+                                 _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
+    "exchange_mb": of_engine("bytes of a step to experts of other ranks and back, mean", "MB", LOWER,
+                             _of_exchanges(lambda t: t.sent_bytes / 1e6)),
     **DRAFTS,
-    **of_pass("bytes", Better.lower, {
-        "kv_token_bytes": ("KV of a token",
-                           lambda s, c: UNKNOWN_MEMORY if s.kv_token_bytes is None else float(s.kv_token_bytes)),
-    }),
-    **of_pass("MiB", Better.lower, {
-        "peak_memory_mib": ("peak memory",
-                            lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20),
-    }),
-    **of_pass("J", Better.lower, {
-        "joules_per_token": ("energy of the GPU, a token",
-                             lambda s, c: NO_COUNTER if s.joules is None else _mean([s.joules], _all_tokens(s))),
-    }),
-    **of_pass("us", Better.lower, {
-        "api_cpu_us": ("CPU of the API processes, a token", _cpu_us(lambda host: host.api_s)),
-        "engine_cpu_us": ("CPU of the engine process, a token", _cpu_us(lambda host: host.engine_s)),
-        "client_cpu_us": ("CPU of the load client, a token", _cpu_us(lambda host: host.client_s)),
-    }),
-    **of_pass("tokens", Better.lower, {
-        "tokens_per_read": ("tokens that a client reads at once, mean", _over_http(
-            lambda s, _: _mean([_all_tokens(s)], sum(len(set(r.token_times)) for r in s.requests)))),
-    }),
-    **of_pass("", Better.lower, {
-        "client_busy": ("share of the time that the busiest process of the load client computes",
-                        _over_http(lambda served, host: host.client_busy)),
-        "gpu_idle_share": ("share of a decode step that the GPU waits for the next", lambda s, c: NOT_PROFILED),
-    }, share=True),
-    **of_pass("", Better.higher, {
-        "mbu": ("memory bandwidth utilization", _roofline(lambda floors, s: sum(f.memory_s for f in floors) / s)),
-        "mfu": ("compute utilization", _roofline(lambda floors, s: sum(f.compute_s for f in floors) / s)),
-    }),
-    **of_pass("ms", Better.lower, {
-        "floor_ms": ("least time that the hardware allows a step, mean",
-                     _roofline(lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
-    }),
+    "kv_token_bytes": of_pass("KV of a token", "bytes", LOWER,
+                              lambda s, c: UNKNOWN_MEMORY if s.kv_token_bytes is None else float(s.kv_token_bytes)),
+    "peak_memory_mib": of_pass("peak memory", "MiB", LOWER,
+                               lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20),
+    "joules_per_token": of_pass("energy of the GPU, a token", "J", LOWER,
+                                lambda s, c: NO_COUNTER if s.joules is None else _mean([s.joules], _all_tokens(s))),
+    "api_cpu_us": of_pass("CPU of the API processes, a token", "us", LOWER, _cpu_us(lambda host: host.api_s)),
+    "engine_cpu_us": of_pass("CPU of the engine process, a token", "us", LOWER, _cpu_us(lambda host: host.engine_s)),
+    "client_cpu_us": of_pass("CPU of the load client, a token", "us", LOWER, _cpu_us(lambda host: host.client_s)),
+    "tokens_per_read": of_pass("tokens that a client reads at once, mean", "tokens", LOWER, _over_http(
+        lambda s, _: _mean([_all_tokens(s)], sum(len(set(r.token_times)) for r in s.requests)))),
+    "client_busy": of_pass("share of the time that the busiest process of the load client computes", "", LOWER,
+                           _over_http(lambda served, host: host.client_busy), share=True),
+    "gpu_idle_share": of_pass("share of a decode step that the GPU waits for the next", "", LOWER,
+                              lambda s, c: NOT_PROFILED, share=True),
+    "mbu": of_pass("memory bandwidth utilization", "", HIGHER, _roofline(
+        lambda floors, s: sum(f.memory_s for f in floors) / s)),
+    "mfu": of_pass("compute utilization", "", HIGHER, _roofline(
+        lambda floors, s: sum(f.compute_s for f in floors) / s)),
+    "floor_ms": of_pass("least time that the hardware allows a step, mean", "ms", LOWER, _roofline(
+        lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
 }  # fmt: skip
 
 OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py

@@ -3,7 +3,7 @@ service level objectives (SLO) that a request must keep to count as good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,6 +17,9 @@ from mini_infer.core.plan import StepRecord
 class Better(Enum):
     higher = "higher"
     lower = "lower"
+
+
+HIGHER, LOWER = Better.higher, Better.lower
 
 
 @dataclass(frozen=True)
@@ -93,31 +96,17 @@ class Formula:
     of_requests: bool = False  # and so can be taken of one class of them
 
 
-def of_pass(
-    unit: str,
-    better: Better,
-    entries: Mapping[str, tuple[str, Compute]],
-    *,
-    share: bool = False,
-    of_requests: bool = False,
-) -> dict[str, Formula]:
-    """Of metrics that have these in common, by name: label and formula."""
-    return {
-        name: Formula(Metric(label, unit, better, share), compute, of_requests)
-        for name, (label, compute) in entries.items()
-    }
+def of_pass(label: str, unit: str, better: Better, compute: Compute, *, share: bool = False) -> Formula:
+    return Formula(Metric(label, unit, better, share), compute)
 
 
-def of_engine(
-    unit: str, better: Better, entries: Mapping[str, tuple[str, Value]], *, share: bool = False
-) -> dict[str, Formula]:
-    """Likewise of metrics that look at an engine's steps, which a peer does not tell."""
+def of_requests(label: str, unit: str, better: Better, compute: Compute, *, share: bool = False) -> Formula:
+    return Formula(Metric(label, unit, better, share), compute, of_requests=True)
 
-    def of_steps(value: Value) -> Compute:
-        return lambda served, context: value(served) if served.records else NOT_A_PEERS
 
-    wrapped = {name: (label, of_steps(value)) for name, (label, value) in entries.items()}
-    return of_pass(unit, better, wrapped, share=share)
+def of_engine(label: str, unit: str, better: Better, value: Value, *, share: bool = False) -> Formula:
+    """It looks at an engine's steps, which a peer does not tell."""
+    return of_pass(label, unit, better, lambda s, c: value(s) if s.records else NOT_A_PEERS, share=share)
 
 
 def total(value: Callable[[StepRecord], float]) -> Value:
