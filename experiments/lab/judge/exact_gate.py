@@ -30,20 +30,7 @@ from experiments.lab.judge import logit_gate
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import (
-    Batching,
-    CacheConfig,
-    EngineConfig,
-    GraphsConfig,
-    Layout,
-    LoadFormat,
-    LoraConfig,
-    ModelConfig,
-    Numerics,
-    ParallelConfig,
-    SchedulerConfig,
-    When,
-)
+from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, LoraConfig, ModelConfig, Numerics
 from mini_infer.core.request import TokenLogprob
 from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
 from mini_infer.modeling.loader import load_spec
@@ -144,16 +131,10 @@ class ExactGate:
 def plain(config: EngineConfig) -> EngineConfig:
     """The same model and numbers with every mechanism off, in one process."""
     longest = config.model.max_model_len or logit_gate.LENGTH
-    return replace(
-        config,
-        cache=CacheConfig(block_size=16, num_blocks=-(-longest // 16) + 1, prefix_caching=False),
-        scheduler=SchedulerConfig(
-            max_num_seqs=1, max_num_batched_tokens=longest, chunked_prefill=False, overlap=When.never
-        ),
-        graphs=GraphsConfig(capture=When.never),
-        speculation=SpeculationConfig(),
-        parallel=ParallelConfig(),
-    )
+    alone = {"max_num_seqs": 1, "max_num_batched_tokens": longest, "chunked_prefill": False, "overlap": "never"}
+    memory = {"block_size": 16, "num_blocks": -(-longest // 16) + 1, "prefix_caching": False}
+    off = {"graphs": {"capture": "never"}, "speculation": {}, "parallel": {}}
+    return EngineConfig.from_dict({**config.to_dict(), "scheduler": alone, "cache": memory, **off})
 
 
 def probes(whole: bool = False) -> list[Question]:
@@ -174,15 +155,12 @@ def probes(whole: bool = False) -> list[Question]:
 
 
 def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:
-    return [
-        (
-            prompt,
-            SamplingParams(
-                max_tokens=min(length, MOST_TOKENS), ignore_eos=True, seed=index, **KINDS[index % len(KINDS)]
-            ),
-        )
-        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    found = []
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        most = min(length, MOST_TOKENS)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
+        found.append((prompt, params))
+    return found
 
 
 def _shrunk(config: EngineConfig) -> EngineConfig:
@@ -205,20 +183,17 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     if speculation.has_draft_model:
         speculation = replace(speculation, draft=DraftConfig(path=DRAFT))
     scheduler, cache = config.scheduler, config.cache
+    tier = None if cache.host_prefix_gib is None else SMALL_TIER_GIB
+    most = CHUNK if scheduler.chunked_prefill else 640
     blocks = 3 * (-(-640 // cache.block_size))
     if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
         blocks = -(-768 // cache.block_size)  # for 640 tokens of the longest: who grows makes others give way
     return replace(
         config,
         model=model,
-        cache=replace(  # without files: those of earlier gates would answer
-            logit_gate.bare(cache, blocks),
-            host_prefix_gib=None if cache.host_prefix_gib is None else SMALL_TIER_GIB,
-            watermark=0.0,
-        ),
-        scheduler=replace(
-            scheduler, max_num_seqs=8, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640
-        ),
+        # Without files: those of earlier gates would answer.
+        cache=replace(logit_gate.bare(cache, blocks), host_prefix_gib=tier, watermark=0.0),
+        scheduler=replace(scheduler, max_num_seqs=8, max_num_batched_tokens=most),
         speculation=speculation,
         lora=_random(config.lora),
     )

@@ -34,20 +34,8 @@ from torch import Tensor
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.kernels.case import row_error
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import (
-    AttentionChoice,
-    AttentionConfig,
-    CacheConfig,
-    DType,
-    EngineConfig,
-    GraphsConfig,
-    KernelChoice,
-    LoadFormat,
-    LoraConfig,
-    Numerics,
-    ParallelConfig,
-    When,
-)
+from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, LoraConfig
+from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import RequestError
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.layers import Linear
@@ -106,15 +94,9 @@ def bare(cache: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 def reference(config: EngineConfig) -> EngineConfig:
-    return replace(
-        config,
-        model=replace(config.model, dtype=DType.float32, kernels=KernelChoice.torch),
-        attention=AttentionConfig(prefill=AttentionChoice.sdpa, decode=AttentionChoice.sdpa),
-        scheduler=replace(config.scheduler, overlap=When.never),
-        graphs=GraphsConfig(capture=When.never),
-        parallel=ParallelConfig(),
-        numerics=Numerics.fast,
-    )
+    exact = changed(config, model={"dtype": "float32", "kernels": "torch"}, scheduler={"overlap": "never"}).to_dict()
+    plain = {"attention": {"prefill": "sdpa", "decode": "sdpa"}, "graphs": {"capture": "never"}, "parallel": {}}
+    return EngineConfig.from_dict({**exact, **plain, "numerics": "fast"})
 
 
 def measure(config: EngineConfig, allowed: float) -> ErrorGate:
