@@ -13,8 +13,8 @@ from typing import Any
 
 from experiments.lab.load.clients import Target
 from experiments.lab.load.connection import Connection, Exchange, read_answer
-from experiments.lab.measure.schedule import Schedule
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent
+from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
@@ -29,14 +29,12 @@ class Drive:
         self._items = items
         self._target = target
         self._salt = salt
-        self._prompts = [list(item.prompt) for item in items]
+        self._outcomes = Outcomes(items, time.perf_counter, lost=f"{LOST}, or none with token ids")
         self._requests = [
-            b"" if item.follows is not None else target.request(prompt, item, salt)
-            for item, prompt in zip(items, self._prompts, strict=True)
+            b"" if item.follows is not None else target.request(item.prompt, item, salt) for item in items
         ]
         self._followed = {item.follows for item in items if item.follows is not None}
-        self._exchanges: dict[int, tuple[float, Exchange]] = {}  # arrival, and what came of it
-        self._lost: dict[int, float] = {}  # followers that had nothing to follow, and when that was known
+        self._exchanges: dict[int, Exchange] = {}
         self._unfinished = len(items)
         self._idle: list[Connection] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,7 +53,8 @@ class Drive:
         flight."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
-        self._start, self._schedule = start, Schedule(self._items, start, places)
+        self._start = start
+        self._schedule = self._outcomes.schedule = Schedule(self._items, start, places)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
         try:
@@ -72,10 +71,21 @@ class Drive:
     def outcome(self) -> tuple[Served, float, bool]:
         """The pass that has run, the seconds of CPU that it took here, and whether the server said of every request
         what was in a prefix cache."""
-        cached: list[bool] = []
-        traces = tuple(self._trace(index, cached) for index in range(len(self._items)))
+        tells_cached = True
+        for index, exchange in self._exchanges.items():
+            answer = read_answer(exchange.reads)
+            tells_cached &= answer.cached_tokens is not None
+            if exchange.error or exchange.status != 200:
+                begin = b"".join(piece for _, piece in exchange.reads)[:300].decode(errors="replace")  # it is no stream
+                answer.error = exchange.error or f"HTTP status {exchange.status}: {begin}"
+            if not self._schedule.is_closed(index):
+                self._outcomes.sent[index] = self._outcomes.sent[index]._replace(sent=exchange.sent)
+            tells_tokens = bool(answer.token_ids) or not answer.token_times
+            self._outcomes.note(index, answer.error, answer.token_times, answer.token_ids, tells_tokens=tells_tokens,
+                                cached_tokens=answer.cached_tokens or 0)  # fmt: skip
+        traces = tuple(trace for _, trace in sorted(self._outcomes.traces.items()))
         served = Served(traces, self._start, self._end, in_flight_s=self._schedule.in_flight_s)
-        return served, self._cpu_s, all(cached)
+        return served, self._cpu_s, tells_cached
 
     def _pump(self) -> None:
         """Sends what is due, and comes back when something else is."""
@@ -90,9 +100,9 @@ class Drive:
 
     def _send(self, index: int, arrival: float) -> None:
         exchange = Exchange()
-        self._exchanges[index] = (arrival, exchange)
+        self._exchanges[index], self._outcomes.sent[index] = exchange, Sent(arrival, None, arrival)
         if not self._requests[index]:
-            self._requests[index] = self._target.request(self._prompts[index], self._items[index], self._salt)
+            self._requests[index] = self._target.request(self._outcomes.prompts[index], self._items[index], self._salt)
         if self._idle:
             self._send_on(self._idle.pop(), index, exchange)
         else:
@@ -142,51 +152,14 @@ class Drive:
         if index not in self._followed:
             self._schedule.ended(index, now)
         else:
-            self._let_follow(index, exchange, now)
+            answer = read_answer(exchange.reads)
+            whole = not (exchange.error or answer.error) and len(answer.token_ids) == self._items[index].output_tokens
+            lost = self._outcomes.end(index, "" if whole else LOST, answer.token_times, answer.token_ids)
+            self._unfinished -= len(lost)
         if self._unfinished:
             self._pump()
         elif not self._done.done():
             self._done.set_result(None)
-
-    def _let_follow(self, index: int, exchange: Exchange, now: float) -> None:
-        answer = read_answer(exchange.reads)
-        asked = self._items[index].output_tokens
-        if exchange.error or answer.error or len(answer.token_ids) != asked:
-            for lost in self._schedule.lose(index):
-                self._lost[lost] = now
-                self._unfinished -= 1
-            return
-        for follower in self._schedule.ended(index, answer.token_times[-1]):
-            self._prompts[follower] = [*self._prompts[index], *answer.token_ids, *self._prompts[follower]]
-
-    def _trace(self, index: int, cached: list[bool]) -> RequestTrace:
-        item = self._items[index]
-        common: dict[str, Any] = {
-            "prompt_tokens": len(self._prompts[index]),
-            "asked_tokens": item.output_tokens,
-            "name": item.name,
-            "shared_tokens": item.shared_tokens,
-        }
-        if index in self._lost:
-            error = "the request that it follows has no answer, or none with token ids"
-            return RequestTrace(**common, arrival=self._lost[index], token_times=(), token_ids=(), error=error)
-        arrival, exchange = self._exchanges[index]
-        answer = read_answer(exchange.reads)
-        cached.append(answer.cached_tokens is not None)
-        error = answer.error
-        if exchange.error or exchange.status != 200:
-            begin = b"".join(piece for _, piece in exchange.reads)[:300].decode(errors="replace")  # it is no stream
-            error = exchange.error or f"HTTP status {exchange.status}: {begin}"
-        return RequestTrace(
-            **common,
-            arrival=arrival,
-            token_times=tuple(answer.token_times),
-            token_ids=tuple(answer.token_ids),
-            cached_tokens=answer.cached_tokens or 0,
-            sent=None if self._schedule.is_closed(index) else exchange.sent,
-            error=error,
-            tells_tokens=bool(answer.token_ids) or not answer.token_times,
-        )
 
 
 class Client:

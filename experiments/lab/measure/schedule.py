@@ -128,6 +128,9 @@ class CutOff(KeyboardInterrupt):
         self.served = served
 
 
+LOST = "the request that it follows has no answer"
+
+
 class Outcomes:
     """
     Attributes:
@@ -141,8 +144,9 @@ class Outcomes:
 
     schedule: Schedule
 
-    def __init__(self, items: Sequence[Item], clock: Callable[[], float], prefix: str = "") -> None:
-        self.items = items
+    def __init__(self, items: Sequence[Item], clock: Callable[[], float], prefix: str = "", lost: str = LOST) -> None:
+        """`lost`: why a request has no answer, of one that follows another without."""
+        self.items, self._lost = items, lost
         self.names = [f"{prefix}{item.name or 'request'}-{index}" for index, item in enumerate(items)]
         self.index_of = {name: index for index, name in enumerate(self.names)}
         self.prompts = [list(item.prompt) for item in items]
@@ -178,7 +182,7 @@ class Outcomes:
             if not self.traces:
                 raise
             for index in set(range(len(self.items))) - self.traces.keys():
-                self._note(index, "the run was interrupted before its end")
+                self.note(index, "the run was interrupted before its end")
             raise CutOff(self._served(records)) from stop
         return self._served(records)
 
@@ -204,15 +208,18 @@ class Outcomes:
 
     def end(
         self, index: int, error: str, token_times: Sequence[float] = (), token_ids: Sequence[int] = (), **more: Any
-    ) -> None:
-        """A request has ended, with an answer or with an error: then those that follow it have none either."""
-        self._note(index, error, token_times, token_ids, **more)
+    ) -> Sequence[int]:
+        """A request has ended, with an answer or with an error: then those that follow it have none either, and are
+        returned."""
+        self.note(index, error, token_times, token_ids, **more)
         if error:
-            for follower in self.schedule.lose(index):
-                self._note(follower, "the request that it follows has no answer")
-            return
+            lost = self.schedule.lose(index)
+            for follower in lost:
+                self.note(follower, self._lost)
+            return lost
         for follower in self.schedule.ended(index, token_times[-1]):
             self.prompts[follower] = [*self.prompts[index], *token_ids, *self.prompts[follower]]
+        return ()
 
     def _served(self, records: Sequence[StepRecord]) -> Served:
         end = self._clock()
@@ -220,7 +227,7 @@ class Outcomes:
         first = min((trace.arrival for trace in traces), default=self._start)
         return Served(traces, first, end, tuple(records), in_flight_s=self.schedule.in_flight_s)
 
-    def _note(
+    def note(
         self, index: int, error: str, token_times: Sequence[float] = (), token_ids: Sequence[int] = (), **more: Any
     ) -> None:
         """One that was never sent counts as having arrived now."""
