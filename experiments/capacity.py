@@ -158,10 +158,7 @@ class Capacity(Experiment):
         print("\n".join(notes), file=sys.stderr)
         # The best one last: it is what the page's first sentence is about.
         return Findings(
-            rows,
-            notes=notes,
-            points=[plan.point for plan in reversed(plans)],
-            workload=self._workload.describe(inputs),
+            rows, notes=notes, points=[plan.point for plan in reversed(plans)], workload=self._workload.describe(inputs)
         )
 
     # --- the search -----------------------------------------------------------------------------------------------

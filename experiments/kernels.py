@@ -166,13 +166,7 @@ class KernelSweep(Experiment):
         )
 
     def _point(
-        self,
-        point: Point,
-        device: torch.device,
-        limits: Ceilings | None,
-        found: list[_At],
-        steps: Steps,
-        apart: Apart,
+        self, point: Point, device: torch.device, limits: Ceilings | None, found: list[_At], steps: Steps, apart: Apart
     ) -> None:
         """All repeats of all implementations, of the same inputs, in ABBA order. What fails is absent here alone."""
         steps.next(point.name)

@@ -258,7 +258,7 @@ SERVING: dict[str, Formula] = {
                             lambda s: _mean([r.decode_rows for r in s.records if r.decode_rows])),
     "expert_imbalance": of_engine("tokens of a layer's busiest expert / of its average one, mean step", "", LOWER,
         lambda s: _mean([x for r in s.records if (x := r.expert_imbalance) is not None], missing=NOT_COUNTED)),
-    "rank_imbalance": of_engine("tokens of the experts of a layer's busiest rank / of its average, mean step", "", LOWER,
+    "rank_imbalance": of_engine("experts' tokens of a layer's busiest rank / of its average one, mean step", "", LOWER,
         lambda s: _mean([x for r in s.records if (x := r.rank_imbalance) is not None], missing=NOT_EXCHANGED)),
     "exchange_excess": of_engine("those bytes / a row there and back for each rank with a token's experts", "", LOWER,
                                  _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),

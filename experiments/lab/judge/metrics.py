@@ -48,8 +48,7 @@ class SLO:
 
     @property
     def bounds(self) -> dict[str, float]:
-        every = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "itl_ms": self.itl_ms, "e2e_ms": self.e2e_ms}
-        return {name: bound for name, bound in every.items() if bound is not None}
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
 
     def met_by(self, request: RequestTrace) -> bool:
         """A request without a complete answer met nothing; one of a single token has no TPOT and no gap to miss."""

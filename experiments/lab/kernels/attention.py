@@ -214,20 +214,12 @@ class FlashDecode(_Attention):
         return Implementation(self._with(partial(flash_decode, parts=parts), store))
 
     def _with(self, kernel: Callable[..., Tensor], store: KVStore) -> Callable[[int], Tensor]:
-        batch = self._batch
+        places = self._batch.block_tables, self._batch.seq_lens
+        query: dict[str, Any] = {"scale": self._scale, "window": None, "query_len": 1}
 
         def run(copy: int) -> Tensor:
-            return kernel(
-                self._q[copy],
-                store.keys(copy),
-                store.values(copy),
-                batch.block_tables,
-                batch.seq_lens,
-                scale=self._scale,
-                window=None,
-                query_len=1,
-                kv_scales=store.scales(copy),
-            )
+            side = store.keys(copy), store.values(copy)
+            return kernel(self._q[copy], *side, *places, kv_scales=store.scales(copy), **query)
 
         return run
 

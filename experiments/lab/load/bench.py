@@ -33,12 +33,7 @@ class Bench:
         self.about: Mapping[str, Any] = {"client": f"vllm bench serve {version}"}
 
     def bench(
-        self,
-        target: Target,
-        prompts: Sequence[Sequence[int]],
-        output_tokens: int,
-        concurrency: int,
-        salt: str,
+        self, target: Target, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int, salt: str
     ) -> Served:
         body = {**ASKED, "max_tokens": output_tokens, "cache_salt": salt}
         with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
+from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.lending import Lending, Lent
@@ -23,7 +24,7 @@ from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads import Inputs, Item, Workload
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
-from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
 
 OF_WORDS = ("text",)  # workloads whose prompts mean something
 
@@ -85,9 +86,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, "a dry model moves no bytes")
     if ceilings is None:
         return Context(slo, None, problem)
-    spec = as_served(load_spec(cell.engine.model), cell.engine)
-    device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
-    costs = roofline.StepCosts(spec, resolve_dtype(cell.engine.model, spec, device))
+    costs = roofline.StepCosts(*served_as(cell.engine, device_of(cell.engine, simulated=cell.kind is Kind.simulated).type))
     together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: roofline.floors(costs, records, together))
 

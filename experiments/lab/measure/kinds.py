@@ -78,13 +78,7 @@ SYSTEMS = {
         ),
     ),
     Kind.vllm: System(
-        "vLLM",
-        "experiments.lab.peers.vllm",
-        profiled=True,
-        own_weights=True,
-        caches=True,
-        needs_gpu=True,
-        reads=_VLLM,
+        "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
     ),
     Kind.served: System(
         "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")

@@ -9,13 +9,13 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from multiprocessing import get_all_start_methods, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from mini_infer.core.errors import MiniInferError
 
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
-T = TypeVar("T")
 
 
 def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findings:
@@ -237,20 +236,18 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
     """
     numbers = [about.index for findings in found for about in findings.processes]
     status, error = _status(found, planned)
+    names = ("samples", "steps", "profiles", "kernels", "experts")
+    of_one: dict[str, Any] = {name: next((part for f in found if (part := getattr(f, name))), ()) for name in names}
     return replace(
         found[0],
         rows=[replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in f.rows],
         requests=[replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in f.requests],
         gates=_gates(found),
         error_gates=_error_gates(found),
-        samples=_first(f.samples for f in found),
+        **of_one,
         status=status,
         error=error,
-        steps=_first(f.steps for f in found),
         notes=[*notes, *_notes(found)],
-        profiles=_first(f.profiles for f in found),
-        kernels=_first(f.kernels for f in found),
-        experts=_first(f.experts for f in found),
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
         points=_points(found),
         processes=[about for f in found if f.rows for about in f.processes],
@@ -302,7 +299,3 @@ def _points(found: Sequence[Findings]) -> list[Point] | None:
     """Those that any process has measured; a search visits others in each."""
     known = {point.name: point for f in found for point in f.points or ()}
     return list(known.values()) or None
-
-
-def _first(parts: Iterable[Sequence[T]]) -> Sequence[T]:
-    return next((part for part in parts if part), ())

@@ -14,6 +14,7 @@ from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
+from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits, settle_limits
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
@@ -131,20 +132,13 @@ def _limits(target: Target, host_gib: float | None) -> Limits:
     try:
         return _settled(target, host_gib)
     except ConfigError as error:
-        more = range(target.config.parallel.tensor + 1, MOST_RANKS + 1)
-        if fewest := next((tensor for tensor in more if _fits(target, tensor, host_gib)), None):
-            raise ConfigError(f"{error}. With engine.parallel.tensor={fewest} it fits") from None
+        for tensor in range(target.config.parallel.tensor + 1, MOST_RANKS + 1):
+            try:
+                _settled(replace(target, config=changed(target.config, parallel={"tensor": tensor})), host_gib)
+            except ConfigError:
+                continue
+            raise ConfigError(f"{error}. With engine.parallel.tensor={tensor} it fits") from None
         raise
-
-
-def _fits(target: Target, tensor: int, host_gib: float | None) -> bool:
-    config = target.config
-    shared = replace(target, config=replace(config, parallel=replace(config.parallel, tensor=tensor)))
-    try:
-        _settled(shared, host_gib)
-    except ConfigError:
-        return False
-    return True
 
 
 def _settled(target: Target, host_gib: float | None) -> Limits:

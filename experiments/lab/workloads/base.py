@@ -116,14 +116,11 @@ class Workload(Checked, section="workload"):
             **inputs.notes,
         }
 
-    def _lower(self, *names: str) -> str:
-        """The way out of a request that is too long."""
-        told = [f"workload.{name}={getattr(self, name)}" for name in names]
-        return f"lower {', '.join(told[:-1])} or {told[-1]}"
-
-    def _require_room(self, vocabulary: Vocabulary, prompt: int, output: int, way_out: str) -> None:
-        limit = vocabulary.max_model_len
+    def _require_room(self, vocabulary: Vocabulary, prompt: int, output: int, *lower: str, way_out: str = "") -> None:
+        """`lower`: settings of which one is to be lowered where a request is too long."""
+        limit, told = vocabulary.max_model_len, [f"workload.{name}={getattr(self, name)}" for name in lower]
         if prompt + output > limit:
+            way_out = way_out or f"lower {', '.join(told[:-1])} or {told[-1]}"
             raise ConfigError(
                 f"the longest request of workload={self.kind} has {prompt} prompt and {output} output tokens, "
                 f"{prompt + output} together; the model takes {limit}: {way_out}, or raise engine.model.max_model_len "
@@ -228,6 +225,10 @@ class Counted(Arriving):
     @property
     def num_requests(self) -> int:
         return self.count
+
+    def _parted(self, items: Sequence[Item]) -> Inputs:
+        """What stands behind the measured ones is the warm-up."""
+        return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))
 
 
 def prompt_lengths(items: Sequence[Item]) -> list[int]:

@@ -23,11 +23,10 @@ class Fixed(Counted):
     output_tokens: Count = 128
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        way_out = self._lower("prompt_tokens", "output_tokens")
-        self._require_room(vocabulary, self.prompt_tokens, self.output_tokens, way_out)
+        self._require_room(vocabulary, self.prompt_tokens, self.output_tokens, "prompt_tokens", "output_tokens")
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         items = [Item(tokens.draw(self.prompt_tokens), self.output_tokens) for _ in range(self.count + self.num_warmup)]
-        return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))
+        return self._parted(items)
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class Uniform(Counted):
     urgent_share: Share = 0.0
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        way_out = self._lower("max_prompt_tokens", "max_output_tokens")
-        self._require_room(vocabulary, self.max_prompt_tokens, self.max_output_tokens, way_out)
+        self._require_room(
+            vocabulary, self.max_prompt_tokens, self.max_output_tokens, "max_prompt_tokens", "max_output_tokens"
+        )
         total = self.count + self.num_warmup
         prompts = self._lengths(
             generator(seed, "prompt lengths"), total, self.min_prompt_tokens, self.max_prompt_tokens
@@ -64,7 +64,7 @@ class Uniform(Counted):
             Item(tokens.draw(prompt), output, priority=priority, name=name)
             for prompt, output, (priority, name) in zip(prompts, outputs, classes, strict=True)
         ]
-        return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))
+        return self._parted(items)
 
     def _lengths(self, rng: np.random.Generator, total: int, low: int, high: int) -> list[int]:
         """The same draws for every range, so that two ranges differ by their width alone."""
@@ -104,12 +104,9 @@ class Mixed(Workload):
         return self.streams + self.prompts
 
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
-        for prompt, output in (
-            ("stream_prompt_tokens", "stream_output_tokens"),
-            ("prompt_tokens", "prompt_output_tokens"),
-        ):
-            way_out = self._lower(prompt, output)
-            self._require_room(vocabulary, getattr(self, prompt), getattr(self, output), way_out)
+        classes = ("stream_prompt_tokens", "stream_output_tokens"), ("prompt_tokens", "prompt_output_tokens")
+        for prompt, output in classes:
+            self._require_room(vocabulary, getattr(self, prompt), getattr(self, output), prompt, output)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
 
         def stream(arrival_s: float | None, output_tokens: int) -> Item:
@@ -152,8 +149,9 @@ class MultiTurn(Arriving):
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         longest = self.prompt_tokens + (self.turns - 1) * (self.answer_tokens + self.user_tokens)
-        way_out = self._lower("turns", "prompt_tokens", "user_tokens", "answer_tokens")
-        self._require_room(vocabulary, longest, self.answer_tokens, way_out)
+        self._require_room(
+            vocabulary, longest, self.answer_tokens, "turns", "prompt_tokens", "user_tokens", "answer_tokens"
+        )
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
 
         def talk(conversations: int) -> tuple[Item, ...]:
@@ -204,8 +202,7 @@ class SharedPrefix(Counted):
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         length = self.prefix_tokens + self.suffix_tokens
-        way_out = self._lower("prefix_tokens", "suffix_tokens", "output_tokens")
-        self._require_room(vocabulary, length, self.output_tokens, way_out)
+        self._require_room(vocabulary, length, self.output_tokens, "prefix_tokens", "suffix_tokens", "output_tokens")
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         shares = round(self.hit_rate * self.count) if self.prefix_tokens else 0
         order = generator(seed, "hits").permutation(self.count).tolist()  # a higher rate adds requests, moves none

@@ -47,6 +47,6 @@ class Text(Counted):
         outputs = rng.integers(self.min_output_tokens, self.max_output_tokens + 1, needed).tolist()
         items = [Item(prompt, output) for prompt, output in zip(prompts.values(), outputs, strict=True)]
         longest = max(items, key=lambda item: len(item.prompt) + item.output_tokens)
-        way_out = self._lower("max_prompt_tokens", "max_output_tokens")
-        self._require_room(vocabulary, len(longest.prompt), longest.output_tokens, way_out)
-        return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))
+        most = "max_prompt_tokens", "max_output_tokens"
+        self._require_room(vocabulary, len(longest.prompt), longest.output_tokens, *most)
+        return self._parted(items)

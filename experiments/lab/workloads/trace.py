@@ -51,7 +51,7 @@ class Trace(Arriving):
         records = self._cut(file)
         lengths = [self._lengths(record) for record in records]
         way_out = "raise workload.shrink, or set workload.max_prompt_tokens and workload.max_output_tokens"
-        self._require_room(vocabulary, *max(lengths, key=sum), way_out)
+        self._require_room(vocabulary, *max(lengths, key=sum), way_out=way_out)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         blocks = HashBlocks(tokens, self.shrink)
         measured = []
@@ -100,12 +100,8 @@ class Trace(Arriving):
             "sha256": file.sha256,
             "format": file.format,
             "requests_in_file": len(file.records),
-            "start": self.start,
-            "limit": self.limit,
-            "rate_scale": self.rate_scale,
-            "shrink": self.shrink,
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "max_output_tokens": self.max_output_tokens,
+            **{name: getattr(self, name) for name in ("start", "limit", "rate_scale", "shrink")},
+            **{name: getattr(self, name) for name in ("max_prompt_tokens", "max_output_tokens")},
             "prompts_cut_off": sum(got < shrunk(r.prompt_tokens, self.shrink) for r, (got, _) in cut),
             "outputs_cut_off": sum(got < shrunk(r.output_tokens, self.shrink) for r, (_, got) in cut),
             "recorded_s": records[-1].time_s - records[0].time_s,
