@@ -10,7 +10,7 @@ import torch
 from small_runs import measured, probe
 
 from experiments.lab.judge import validity
-from experiments.lab.measure import clocks, driver
+from experiments.lab.measure import clocks, subjects
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.executor.dry import DryModel
@@ -48,7 +48,7 @@ def test_accidental_shared_prefixes_are_invalid(build, monkeypatch):
 
 
 def test_a_lagging_client_is_invalid(build, monkeypatch):
-    real = driver.drive
+    real = subjects.drive
 
     def drive(engine, items, concurrency, **more):
         return real(engine, items, concurrency, sleep=lambda s: time.sleep(s + 0.03), **more)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from experiments.lab.measure.driver import drive
-from experiments.lab.measure.subjects import EngineSubject, Kind, require_servable
+from experiments.lab.measure.subjects import EngineSubject, Kind, drive, require_servable
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import (

@@ -433,7 +433,7 @@ def test_every_setting_is_documented_with_its_default(kind):
 
 
 def test_the_lab_drives_conversations_and_bursts_as_they_are_meant():
-    from experiments.lab.measure.driver import drive
+    from experiments.lab.measure.subjects import drive
 
     talk = MultiTurn(conversations=4, turns=3, prompt_tokens=40, answer_tokens=12, concurrency=2).make(DRY, seed=0)
     served = drive(dry_engine(), talk.measured, 2)

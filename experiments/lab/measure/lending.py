@@ -60,7 +60,7 @@ class Lending:
             then not change.
         peers: those that have processes of their own.
         simulator: of the others.
-        tell: as of driver.drive, of engines in this process.
+        tell: as of subjects.drive, of engines in this process.
 
     Attributes:
         about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
