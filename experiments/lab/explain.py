@@ -9,13 +9,8 @@ from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, ValidationError
+from omegaconf.errors import OmegaConfBaseException as OmegaConfError
 
 from mini_infer.assets import SHIPPED
 from mini_infer.core.errors import MiniInferError
@@ -56,7 +51,7 @@ def _extra(group: str, name: str) -> str:
     return f". The launcher {name} is a plugin: pip install 'mini-infer[{extra}]'"
 
 
-def describe(error: OmegaConfBaseException, groups: Sequence[str] = ()) -> str:
+def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
     key = str(error.full_key or error.key or "").removeprefix(".")
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         section, _, last = key.rpartition(".")
@@ -84,20 +79,20 @@ def suggest(name: str, known: Iterable[str], where: str = "") -> str:
     return f"{hint} Known{where}: {', '.join(names) or '(nothing)'}"
 
 
-def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfError | None:
     while error is not None:
-        if isinstance(error, OmegaConfBaseException):
+        if isinstance(error, OmegaConfError):
             return error
         error = error.__cause__ or error.__context__
     return None
 
 
-def _known(error: OmegaConfBaseException) -> list[str]:
+def _known(error: OmegaConfError) -> list[str]:
     parent = error.parent_node
     return [str(key) for key in parent] if isinstance(parent, DictConfig) else []
 
 
-def _enum_of(error: OmegaConfBaseException) -> list[str]:
+def _enum_of(error: OmegaConfError) -> list[str]:
     node: Any = error.child_node
     kind = getattr(node, "enum_type", None)
     if kind is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
