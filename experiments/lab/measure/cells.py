@@ -86,7 +86,8 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, "a dry model moves no bytes")
     if ceilings is None:
         return Context(slo, None, problem)
-    costs = roofline.StepCosts(*served_as(cell.engine, device_of(cell.engine, simulated=cell.kind is Kind.simulated).type))
+    device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
+    costs = roofline.StepCosts(*served_as(cell.engine, device.type))
     together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: roofline.floors(costs, records, together))
 
