@@ -194,3 +194,40 @@ def shuffled_turns(rng: random.Random, pair: Pair) -> None:
                 pair.deliver(wire, back=rng.random() < 0.5)
         else:
             pair.deliver_ends()
+
+
+class Linked:
+    """Both engines, with links as in earnest: they take turns where the test says.
+
+    Args:
+        where: the one for prompts listens, as of a Door.
+
+    Attributes:
+        address: at which that one is asked.
+    """
+
+    def __init__(self, config: EngineConfig, where: str) -> None:
+        self.prefill = LLMEngine(replace(config, parallel={"prefill": 1}))
+        self.decode = LLMEngine(replace(config, parallel={"decode": 1}))
+        sender = make_sender(self.prefill)
+        assert sender is not None
+        self.sender, self.address = sender, sender.listen(where)
+        assert isinstance(self.decode.receiver, Receiver)
+        self.receiver = self.decode.receiver
+
+    def run(self) -> dict[str, RequestOutput]:
+        """The last outputs of all that are unfinished, when they are."""
+        finished: dict[str, RequestOutput] = {}
+        while self.decode.has_unfinished_requests():
+            self.sender.turn()
+            if self.prefill.has_unfinished_requests():
+                for output in self.prefill.step():
+                    assert self.sender.take(output), "nobody else asks it"
+            finished |= {output.request_id: output for output in self.decode.step() if output.finished}
+        return finished
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        for engine in (self.prefill, self.decode):
+            engine.close()
