@@ -7,24 +7,20 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from served import TIMEOUT_S, dry_config, until
+from roles import ROLES, Engines, with_engines
+from served import dry_config, until
 
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import ParallelConfig, replace
+from mini_infer.core.config import replace
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.stream import Stream
-from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.stats import Stats
 
-ROLES = ("prefill", "decode")
 WAYS = {"memory": ("memory", None), "stream": ("stream", None), "tcp": ("stream", "tcp://127.0.0.1")}
 PHASES = ("before", "during", "after")
 CHUNK = 64
@@ -35,56 +31,6 @@ CONFIG = replace(
     cache={"prefix_caching": False},
 )
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-class Engines:
-    """One for prompts and one that decodes, as processes, which whoever uses them kills and starts again."""
-
-    def __init__(self, folder: Path, way: str) -> None:
-        connector, self._listens = WAYS[way]
-        parallel = {"connector": connector, "hand_over": "always"}
-        self._configs = {role: replace(CONFIG, parallel={role: 1, **parallel}) for role in ROLES}
-        self._paths = {role: str(folder / role) for role in ROLES}
-        self._processes: dict[str, EngineProcess] = {}
-        self.client: AsyncEngine
-
-    def start(self, role: str) -> None:
-        config, path = self._configs[role], self._paths[role]
-        self._processes[role] = EngineProcess(config, socket_path=path, prompts_at=self._listens)
-
-    def kill(self, role: str) -> None:
-        os.kill(self.pid(role), signal.SIGKILL)
-        self._processes[role].stop()
-
-    def pid(self, role: str) -> int:
-        return self._processes[role].pid
-
-    def stats(self, role: str) -> Stats:
-        return self.client.replicas[ROLES.index(role)].stats
-
-    async def serve(self) -> None:
-        """Waits until both do."""
-        await until(lambda: all(r.info is not None and r.info.pid in self.pids for r in self.client.replicas))
-        await until(lambda: all(replica.failure is None for replica in self.client.replicas))
-
-    @property
-    def pids(self) -> set[int]:
-        return {process.pid for process in self._processes.values()}
-
-    @asynccontextmanager
-    async def used(self) -> AsyncIterator[Engines]:
-        for role in ROLES:
-            self.start(role)
-        try:
-            self.client = await AsyncEngine.connect(*self._paths.values(), parallel=ParallelConfig(prefill=1, decode=1))
-            try:
-                await self.serve()
-                yield self
-            finally:
-                await self.client.close()
-        finally:
-            for process in self._processes.values():
-                process.stop()
 
 
 def prompt_of(number: int) -> list[int]:
@@ -106,21 +52,22 @@ async def read(stream: Stream, tokens: list[int]) -> str:
     return ""
 
 
-async def a_request_is_handed_over(engines: Engines, number: int) -> None:
-    came, tokens = engines.stats("decode").kv_transfers, list[int]()
-    assert await read(engines.client.submit(prompt_of(number), PARAMS), tokens) == ""
+async def a_request_is_handed_over(both: Engines, number: int) -> None:
+    came, tokens = both.stats("decode").kv_transfers, list[int]()
+    assert await read(both.client.submit(prompt_of(number), PARAMS), tokens) == ""
     assert tokens == alone(number)
-    await until(lambda: engines.stats("decode").kv_transfers == came + 1)
+    await until(lambda: both.stats("decode").kv_transfers == came + 1)
 
 
-async def survives(engines: Engines, victim: str, phase: str, number: int = 0) -> None:
-    """A request whose engine for prompts, or that which decodes it, is killed."""
-    stats, tokens = engines.stats, list[int]()
+async def survives(both: Engines, victim: str, phase: str, number: int = 0) -> None:
+    """A request whose engine for prompts, or that which decodes it, is killed and started again."""
+    stats, tokens = both.stats, list[int]()
+    lost = victim == "prefill" and phase != "after"  # its KV
     came, failed = stats("decode").kv_transfers, stats("decode").kv_transfers_failed
     computed = stats("prefill").prompt_tokens
     if phase == "before":
-        os.kill(engines.pid("prefill"), signal.SIGSTOP)
-    ending = asyncio.ensure_future(read(engines.client.submit(prompt_of(number), PARAMS), tokens))
+        os.kill(both.pid("prefill"), signal.SIGSTOP)
+    ending = asyncio.ensure_future(read(both.client.submit(prompt_of(number), PARAMS), tokens))
     if phase == "after":
         await until(lambda: bool(tokens))
     else:
@@ -128,9 +75,9 @@ async def survives(engines: Engines, victim: str, phase: str, number: int = 0) -
     if phase == "during":
         await until(lambda: stats("prefill").prompt_tokens >= computed + CHUNK)
     assert stats("prefill").prompt_tokens - computed < len(prompt_of(number)) or phase == "after"
-    engines.kill(victim)
+    both.kill(victim)
     if phase == "before" and victim == "decode":
-        os.kill(engines.pid("prefill"), signal.SIGCONT)
+        os.kill(both.pid("prefill"), signal.SIGCONT)
 
     error, expected = await ending, alone(number)
     if (victim, phase) == ("decode", "after"):
@@ -140,25 +87,21 @@ async def survives(engines: Engines, victim: str, phase: str, number: int = 0) -
     else:
         assert (error, tokens) == ("", expected)
     if victim == "prefill":
-        lost = phase != "after"
-        await until(lambda: stats("decode").kv_transfers + stats("decode").kv_transfers_failed == came + failed + 1)
-        assert stats("decode").kv_transfers_failed == failed + lost
+        counts = came + (not lost), failed + lost
+        await until(lambda: (stats("decode").kv_transfers, stats("decode").kv_transfers_failed) == counts)
     survivor = "decode" if victim == "prefill" else "prefill"
     await until(lambda: (stats(survivor).unfinished, stats(survivor).kv_used_blocks) == (0, 0))
 
-    engines.start(victim)
-    await engines.serve()
-    await a_request_is_handed_over(engines, number + 1)
+    both.start(victim)
+    await both.serve()
+    await a_request_is_handed_over(both, number + 1)
     await until(lambda: all((stats(role).unfinished, stats(role).kv_used_blocks) == (0, 0) for role in ROLES))
-    assert stats("decode").kv_transfers_failed == (failed + lost if victim == "prefill" else 0)
+    assert stats("decode").kv_transfers_failed == (counts[1] if victim == "prefill" else 0)
 
 
-def with_engines(folder: Path, way: str, use: Callable[[Engines], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with Engines(folder, way).used() as engines:
-            await use(engines)
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+def engines(folder: Path, way: str) -> Engines:
+    connector, listens = WAYS[way]
+    return Engines(folder, replace(CONFIG, parallel={"connector": connector, "hand_over": "always"}), listens)
 
 
 def cells(quick: list[tuple[str, ...]], *of: Iterable[str]) -> list[Any]:
@@ -174,25 +117,25 @@ FIRST = [("memory", "prefill", "during"), ("stream", "prefill", "after"), ("stre
 
 @pytest.mark.parametrize(("way", "victim", "phase"), cells([*FIRST, ("tcp", "decode", "after")], WAYS, ROLES, PHASES))
 def test_a_killed_engine_costs_no_answer(tmp_path: Path, way: str, victim: str, phase: str) -> None:
-    with_engines(tmp_path, way, lambda engines: survives(engines, victim, phase))
+    with_engines(engines(tmp_path, way), lambda both: survives(both, victim, phase))
 
 
 @pytest.mark.parametrize(("way", "victim"), cells([("memory", "decode"), ("tcp", "prefill")], WAYS, ROLES))
 def test_nothing_is_left_of_those_that_died(tmp_path: Path, way: str, victim: str) -> None:
     """Where they were met, in the middle of a transfer each."""
 
-    async def use(engines: Engines) -> None:
-        survivor = engines.pid("decode" if victim == "prefill" else "prefill")
+    async def use(both: Engines) -> None:
+        survivor = both.pid("decode" if victim == "prefill" else "prefill")
         held = []
         for number in range(3):
-            await survives(engines, victim, "during", 2 * number)
+            await survives(both, victim, "during", 2 * number)
             held.append(held_by(survivor))
         first, _, last = held
         assert last["maps"] < first["maps"] + 2, "one more each time"
         assert {**last, "maps": 0} == {**first, "maps": 0}
         assert last["maps of KV"] == (way == "memory")
 
-    with_engines(tmp_path, way, use)
+    with_engines(engines(tmp_path, way), use)
 
 
 def held_by(pid: int) -> dict[str, int]:

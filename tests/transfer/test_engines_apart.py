@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cable import Cable
 from engine_pair import PREFILL, Linked, Pair
 from model_shapes import SMALL
 
@@ -199,42 +196,6 @@ def test_what_a_tier_of_the_decoding_engine_has_is_not_sent(monkeypatch: pytest.
 
 
 # --- a link that is cut -------------------------------------------------------------------------------------------
-
-
-class Cable:
-    """A TCP connection's way that lets so many bytes through from the far end, and is cut then, or is whole."""
-
-    def __init__(self, address: str) -> None:
-        place, _, key = address.removeprefix("tcp://").partition("/")
-        self._there = place.rpartition(":")[0], int(place.rpartition(":")[2])
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{key}"
-        self.cut_after: int | None = None
-        self.passed = 0
-        threading.Thread(target=self._join, daemon=True).start()
-
-    def _join(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, far = self._listener.accept()[0], socket.create_connection(self._there)
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=[*ends, ends[0] is far], daemon=True).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket, back: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(512):
-                self.passed += back * len(data)
-                if back and self.cut_after is not None and self.passed > self.cut_after:
-                    break
-                target.sendall(data)
-        for end in (source, target):  # with a reset, as of a machine that knows of no such connection
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 def test_a_link_that_is_cut_in_the_middle_costs_no_answer(linked: MakeLinked) -> None:
