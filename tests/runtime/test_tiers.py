@@ -3,6 +3,9 @@ gets alone, whatever else goes on."""
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 from integrity import check_scheduler
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.cache.block_files import BlockFiles
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
 
 MODEL = {"path": "tiny-draft", "dtype": "float32", "device": "cpu", "max_model_len": 160}
@@ -108,6 +113,64 @@ def test_broken_files_are_computed_again(alone: list[list[int]], tmp_path: Path)
     second = make(**tier)
     assert talk(second) == alone
     assert total(second, "lost_blocks") > 0
+    second.close()
+
+
+def test_a_full_disk_costs_no_answer(
+    alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*paths: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make(cache={"host_prefix_gib": 2**-11, "disk_prefix_path": str(tmp_path)})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", full)
+        assert talk(engine) == alone
+    assert total(engine, "lost_blocks") > 0
+    assert total(engine, "disk_hit_tokens") == 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert caplog.text.count("No space left on device") == 1, "nothing more is tried for a while"
+    files = engine.executor.files
+    assert files is not None
+    files._full_until = 0.0  # a while has passed
+    lost = total(engine, "lost_blocks")
+    assert talk(engine) == alone
+    assert total(engine, "disk_hit_tokens") > 0
+    assert total(engine, "lost_blocks") == lost
+    engine.close()
+
+
+@pytest.mark.parametrize(("block_s", "loads"), [(0.0, True), (0.05, False)], ids=["fast files", "slow files"])
+def test_files_are_read_where_that_takes_less_than_computing(
+    block_s: float, loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 8 tokens of a block are computed in 8 ms. Host memory has room for one prompt."""
+    dry = {"load_format": "dry", "dry": {"prefill_token_us": 1000, "max_model_len": 160}}
+
+    def start(host_blocks: int) -> LLMEngine:
+        host = {"host_prefix_gib": host_blocks * 8 * DRY_TOKEN_BYTES / 2**30, "disk_prefix_path": str(tmp_path)}
+        settings = {"model": dry, "cache": {**TIGHT, **host}, "scheduler": {"max_num_seqs": 1}}
+        return LLMEngine(EngineConfig.from_dict(settings))
+
+    first = start(host_blocks=80)
+    answers = [output.outputs[0].token_ids for output in first.generate(TALKS, PARAMS)]
+    first.generate([[9] * 20], PARAMS)  # beside which the last blocks are written
+    first.close()
+    read = BlockFiles.read
+
+    def timed(files: BlockFiles, *what: Any) -> bool:
+        time.sleep(block_s)
+        return read(files, *what)
+
+    monkeypatch.setattr(BlockFiles, "read", timed)
+    second, hits = start(host_blocks=12), list[int]()
+    for _ in range(2):
+        before = total(second, "disk_hit_tokens")
+        assert [output.outputs[0].token_ids for output in second.generate(TALKS, PARAMS)] == answers
+        hits.append(total(second, "disk_hit_tokens") - before)
+    assert hits[0] > 0, "nobody knows yet what a file takes"
+    assert (hits[1] > 100) == loads
+    assert loads or hits[1] == 0
     second.close()
 
 
