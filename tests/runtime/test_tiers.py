@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from integrity import check_scheduler
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.assets import shipped_path
 from mini_infer.cache.block_files import BlockFiles
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
@@ -84,8 +86,12 @@ def test_conversations_come_back(alone: list[list[int]], mechanism: str, files: 
 
 
 def test_files_outlive_the_engine_and_are_shared_by_those_beside_it(alone: list[list[int]], tmp_path: Path) -> None:
-    tier = {"cache": {"host_prefix_gib": 2**-4, "disk_prefix_path": str(tmp_path)}}
-    first, second = make(**tier), make(**tier)
+    tier = {"cache": {"host_prefix_gib": 2**-4, "disk_prefix_path": str(tmp_path / "files")}}
+    shipped = shipped_path("tiny-draft")
+    assert shipped is not None
+    elsewhere = shutil.copytree(shipped, tmp_path / "elsewhere")
+    os.utime(elsewhere / "model.safetensors", (1, 1))  # it came at another time, too
+    first, second = make(**tier), make(**tier, model={**MODEL, "path": str(elsewhere)})
     prompts = TALKS[:2]
     expected = [output.outputs[0].token_ids for output in first.generate(prompts, PARAMS)]
     first.generate(TALKS[2:], PARAMS)  # what is not written when the last step ends is written beside the next ones

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_pair import PREFILL, Pair
+from model_shapes import SMALL
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.assets import shipped_path
@@ -25,7 +26,7 @@ CONFIG = EngineConfig.from_dict(
         "parallel": {"connector": "memory", "hand_over": "always"},
     }
 )
-PROMPT = [7 + n * n % 900 for n in range(70)]
+PROMPT = [7 + n * n % 90 for n in range(70)]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -91,9 +92,12 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     refused(CONFIG, {"the version"}, caplog)
 
 
-def test_random_weights_of_another_seed_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    dummy = replace(CONFIG, model={"load_format": "dummy"})
-    refused(replace(dummy, model={"seed": 1}), {"its weights"}, caplog, dummy)
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"seed": 1}, "its weights"), ({"hf_config": SMALL | {"rope_theta": 1e6}}, "the model")]
+)
+def test_other_random_weights_are_named(changes: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    dummy = replace(CONFIG, model={"path": "made up", "load_format": "dummy", "hf_config": SMALL})
+    refused(replace(dummy, model=changes), {name}, caplog, dummy)
 
 
 def test_a_model_that_was_trained_further_is_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
