@@ -24,7 +24,7 @@ from mini_infer.serving.link.stream import Stream
 WAYS = {"memory": ("memory", None), "stream": ("stream", None), "tcp": ("stream", "tcp://127.0.0.1")}
 PHASES = ("before", "during", "after")
 CHUNK = 64
-CHUNKS = 12  # of a prompt
+CHUNKS = 12  # of a prompt in whose computation somebody is killed
 CONFIG = replace(
     dry_config(step_ms=5, prefill_token_us=600),
     scheduler={"max_num_batched_tokens": CHUNK, "max_num_seqs": 8},
@@ -33,13 +33,13 @@ CONFIG = replace(
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def prompt_of(number: int) -> list[int]:
-    """Of all chunks but for a part of the last one."""
-    return [33 + (number + n * n) % 90 for n in range(CHUNK * CHUNKS - 7)]
+def prompt_of(number: int, chunks: int = CHUNKS) -> list[int]:
+    """Of so many chunks, but for a part of the last one."""
+    return [33 + (number + n * n) % 90 for n in range(CHUNK * chunks - 7)]
 
 
-def alone(number: int) -> list[int]:
-    return LLMEngine(dry_config()).generate([prompt_of(number)], PARAMS)[0].outputs[0].token_ids
+def alone(prompt: list[int]) -> list[int]:
+    return LLMEngine(dry_config()).generate([prompt], PARAMS)[0].outputs[0].token_ids
 
 
 async def read(stream: Stream, tokens: list[int]) -> str:
@@ -53,33 +53,33 @@ async def read(stream: Stream, tokens: list[int]) -> str:
 
 
 async def a_request_is_handed_over(both: Engines, number: int) -> None:
-    came, tokens = both.stats("decode").kv_transfers, list[int]()
-    assert await read(both.client.submit(prompt_of(number), PARAMS), tokens) == ""
-    assert tokens == alone(number)
+    came, tokens, prompt = both.stats("decode").kv_transfers, list[int](), prompt_of(number, chunks=1)
+    assert await read(both.client.submit(prompt, PARAMS), tokens) == ""
+    assert tokens == alone(prompt)
     await until(lambda: both.stats("decode").kv_transfers == came + 1)
 
 
 async def survives(both: Engines, victim: str, phase: str, number: int = 0) -> None:
     """A request whose engine for prompts, or that which decodes it, is killed and started again."""
-    stats, tokens = both.stats, list[int]()
+    stats, tokens, prompt = both.stats, list[int](), prompt_of(number)
     lost = victim == "prefill" and phase != "after"  # its KV
     came, failed = stats("decode").kv_transfers, stats("decode").kv_transfers_failed
     computed = stats("prefill").prompt_tokens
     if phase == "before":
         os.kill(both.pid("prefill"), signal.SIGSTOP)
-    ending = asyncio.ensure_future(read(both.client.submit(prompt_of(number), PARAMS), tokens))
+    ending = asyncio.ensure_future(read(both.client.submit(prompt, PARAMS), tokens))
     if phase == "after":
         await until(lambda: bool(tokens))
     else:
         await until(lambda: stats("decode").num_requests_receiving == 1)
     if phase == "during":
         await until(lambda: stats("prefill").prompt_tokens >= computed + CHUNK)
-    assert stats("prefill").prompt_tokens - computed < len(prompt_of(number)) or phase == "after"
+    assert stats("prefill").prompt_tokens - computed < len(prompt) or phase == "after"
     both.kill(victim)
     if phase == "before" and victim == "decode":
         os.kill(both.pid("prefill"), signal.SIGCONT)
 
-    error, expected = await ending, alone(number)
+    error, expected = await ending, alone(prompt)
     if (victim, phase) == ("decode", "after"):
         assert error.startswith("replica 1: "), error
         assert tokens == expected[: len(tokens)]
@@ -94,7 +94,7 @@ async def survives(both: Engines, victim: str, phase: str, number: int = 0) -> N
 
     both.start(victim)
     await both.serve()
-    await a_request_is_handed_over(both, number + 1)
+    await a_request_is_handed_over(both, number)
     await until(lambda: all((stats(role).unfinished, stats(role).kv_used_blocks) == (0, 0) for role in ROLES))
     assert stats("decode").kv_transfers_failed == (counts[1] if victim == "prefill" else 0)
 
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_those_that_died(tmp_path: Path, way: str, victim: st
         survivor = both.pid("decode" if victim == "prefill" else "prefill")
         held = []
         for number in range(3):
-            await survives(both, victim, "during", 2 * number)
+            await survives(both, victim, "during", number)
             held.append(held_by(survivor))
         first, _, last = held
         assert last["maps"] < first["maps"] + 2, "one more each time"
