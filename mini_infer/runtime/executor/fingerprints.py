@@ -28,7 +28,7 @@ _SAMPLE = 4096  # bytes of a tensor
 
 def require_same(parallel: ParallelContext, config: EngineConfig, model: ServedModel) -> None:
     """Raises ConfigError, naming a rank that has something else than rank 0, and what."""
-    settings, of_model = json.dumps(config.to_dict(), default=str), repr(_model(config, model))
+    settings, of_model = json.dumps(config.to_dict(), default=str), repr(_model(model))
     mine = {"code": _code(), "settings": settings, "model": of_model}
     every = parallel.exchange([_number(text) for text in mine.values()])
     for rank, theirs in enumerate(every):
@@ -44,7 +44,7 @@ def kv_origin(config: EngineConfig, model: ServedModel | None) -> dict[str, str]
     """What a prompt's KV depends on beside its tokens, by its name, whatever ranks compute it: where another engine has
     all of it alike, its KV is as good as one's own. `model`: None of a dry one."""
     return {
-        **(_model(config, model) if model is not None else {"the model": repr(config.model.dry)}),
+        **(_model(model) if model is not None else {"the model": repr(config.model.dry)}),
         "cache.block_size": str(config.cache.block_size),
         "numerics": config.numerics.value,
         "the version": f"mini-infer {_code()} with torch {torch.__version__}",
@@ -73,7 +73,7 @@ def _code() -> str:
     return _short("".join(texts))
 
 
-def _model(config: EngineConfig, model: ServedModel) -> dict[str, str]:
+def _model(model: ServedModel) -> dict[str, str]:
     """What is known of it without its weights, and of their files. Where these lie is no matter, nor when they came."""
     whole, own, scheme = model.whole, model.config, model.whole.quantization
     shape = replace(whole, quantization=None, fp8_kv=False)
