@@ -148,15 +148,17 @@ class NoReceiver:
 class Choice:
     """Whether a prompt is computed elsewhere. Here it holds up everybody who decodes; elsewhere it costs its own
     request the way there and back. Both times are learned from the transfers so far, as a constant and a time a
-    token; the first ones are made to learn from. With each prompt that is kept the way is thought a little shorter,
-    since whoever sends nothing does not learn that a queue elsewhere is gone."""
+    token; the first ones are made to learn from, and those of which a line through shorter ones would say anything.
+    With each prompt that is kept the way is thought a little shorter, since whoever sends nothing does not learn that a
+    queue elsewhere is gone."""
 
     LEARNED = 4  # transfers
+    BEYOND = 2  # as long as the longest prompt that was learned from
     MEMORY = 0.98  # share of the older ones' weight that each new one leaves
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
-        self._num_learned = 0
+        self._num_learned = self._longest = 0
         self.num_kept = 0  # prompts that were to be computed here
         self._computing, self._apart = _Line(self.MEMORY), _Line(self.MEMORY)
 
@@ -166,7 +168,7 @@ class Choice:
             tokens: to compute.
             decoding: requests that would wait meanwhile.
         """
-        if self._always or self._num_learned < self.LEARNED:
+        if self._always or self._num_learned < self.LEARNED or tokens > self.BEYOND * self._longest:
             return True
         pays = self._apart.at(tokens) < (1 + decoding) * self._computing.at(tokens)
         if not pays:
@@ -176,6 +178,7 @@ class Choice:
 
     def learn(self, tokens: int, handover: Handover) -> None:
         self._num_learned += 1
+        self._longest = max(self._longest, tokens)
         self._computing.learn(tokens, handover.computed - handover.begun)
         self._apart.learn(tokens, handover.arrived - handover.asked)
 

@@ -3,6 +3,10 @@ gets alone, whatever else goes on."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,10 @@ import pytest
 from integrity import check_scheduler
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.assets import shipped_path
+from mini_infer.cache.block_files import BlockFiles
+from mini_infer.cache.transfer import _WRITERS
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
 
 MODEL = {"path": "tiny-draft", "dtype": "float32", "device": "cpu", "max_model_len": 160}
@@ -79,8 +87,12 @@ def test_conversations_come_back(alone: list[list[int]], mechanism: str, files: 
 
 
 def test_files_outlive_the_engine_and_are_shared_by_those_beside_it(alone: list[list[int]], tmp_path: Path) -> None:
-    tier = {"cache": {"host_prefix_gib": 2**-4, "disk_prefix_path": str(tmp_path)}}
-    first, second = make(**tier), make(**tier)
+    tier = {"cache": {"host_prefix_gib": 2**-4, "disk_prefix_path": str(tmp_path / "files")}}
+    shipped = shipped_path("tiny-draft")
+    assert shipped is not None
+    elsewhere = shutil.copytree(shipped, tmp_path / "elsewhere")
+    os.utime(elsewhere / "model.safetensors", (1, 1))  # it came at another time, too
+    first, second = make(**tier), make(**tier, model={**MODEL, "path": str(elsewhere)})
     prompts = TALKS[:2]
     expected = [output.outputs[0].token_ids for output in first.generate(prompts, PARAMS)]
     first.generate(TALKS[2:], PARAMS)  # what is not written when the last step ends is written beside the next ones
@@ -108,6 +120,63 @@ def test_broken_files_are_computed_again(alone: list[list[int]], tmp_path: Path)
     second = make(**tier)
     assert talk(second) == alone
     assert total(second, "lost_blocks") > 0
+    second.close()
+
+
+def test_a_full_disk_costs_no_answer(
+    alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*paths: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make(cache={"host_prefix_gib": 2**-11, "disk_prefix_path": str(tmp_path)})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", full)
+        assert talk(engine) == alone
+    assert total(engine, "lost_blocks") > 0
+    assert total(engine, "disk_hit_tokens") == 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    said = [record for record in caplog.records if "No space left on device" in record.getMessage()]
+    assert 0 < len(said) <= _WRITERS, "nothing more is tried for a while"
+    files = engine.executor.files
+    assert files is not None
+    files._full_until = 0.0  # a while has passed
+    assert talk(engine) == alone
+    assert total(engine, "disk_hit_tokens") > 0
+    engine.close()
+
+
+@pytest.mark.parametrize(("block_s", "loads"), [(0.0, True), (0.1, False)], ids=["fast files", "slow files"])
+def test_files_are_read_where_that_takes_less_than_computing(
+    block_s: float, loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 8 tokens of a block are computed in 24 ms. Host memory has room for one prompt."""
+    dry = {"load_format": "dry", "dry": {"prefill_token_us": 3000, "max_model_len": 160}}
+
+    def start(host_blocks: int) -> LLMEngine:
+        host = {"host_prefix_gib": host_blocks * 8 * DRY_TOKEN_BYTES / 2**30, "disk_prefix_path": str(tmp_path)}
+        settings = {"model": dry, "cache": {**TIGHT, **host}, "scheduler": {"max_num_seqs": 1}}
+        return LLMEngine(EngineConfig.from_dict(settings))
+
+    first = start(host_blocks=80)
+    answers = [output.outputs[0].token_ids for output in first.generate(TALKS[:3], PARAMS)]
+    first.generate([[9] * 20], PARAMS)  # beside which the last blocks are written
+    first.close()
+    read = BlockFiles.read
+
+    def timed(files: BlockFiles, *what: Any) -> bool:
+        time.sleep(block_s)
+        return read(files, *what)
+
+    monkeypatch.setattr(BlockFiles, "read", timed)
+    second, hits = start(host_blocks=12), list[int]()
+    for _ in range(2):
+        before = total(second, "disk_hit_tokens")
+        assert [output.outputs[0].token_ids for output in second.generate(TALKS[:3], PARAMS)] == answers
+        hits.append(total(second, "disk_hit_tokens") - before)
+    assert hits[0] > 0, "nobody knows yet what a file takes"
+    assert (hits[1] > 50) == loads
+    assert loads or hits[1] == 0
     second.close()
 
 

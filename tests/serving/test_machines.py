@@ -5,43 +5,67 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from served import PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole
+from cable import Cable
+from roles import Engines, with_engines
+from served import ENDLESS, PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole
 
-from mini_infer import LLMEngine
-from mini_infer.core.config import ParallelConfig, replace
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import replace
 from mini_infer.serving.link.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.processes.launch import EngineProcess
+
+TCP = "tcp://127.0.0.1"
 
 
 def test_prompts_are_computed_over_tcp(tmp_path: Path) -> None:
-    paths = [str(tmp_path / role) for role in ("prefill", "decode")]
-    roles = ({"prefill": 1}, {"decode": 1, "hand_over": "always"})
-    configs = [replace(dry_config(), parallel={**role, "connector": "stream"}) for role in roles]
-    processes = [
-        EngineProcess(config, socket_path=path, prompts_at="tcp://127.0.0.1")
-        for config, path in zip(configs, paths, strict=True)
-    ]
+    config = replace(dry_config(), parallel={"connector": "stream", "hand_over": "always"})
 
-    async def use() -> list[int]:
-        engine = await AsyncEngine.connect(*paths, parallel=ParallelConfig(prefill=1, decode=1))
-        try:
-            await until(lambda: all(replica.failure is None for replica in engine.replicas))
-            info = engine.replicas[0].info
-            assert info is not None
-            assert (info.prompts_at or "").startswith("tcp://127.0.0.1:")
-            (delta,) = await whole(engine.submit(PROMPT, SHORT))
-            await until(lambda: engine.replicas[1].stats.kv_transfers == 1)
-            return delta.token_ids
-        finally:
-            await engine.close()
+    async def use(both: Engines) -> list[int]:
+        assert prompts_at(both).startswith("tcp://127.0.0.1:")
+        (delta,) = await whole(both.client.submit(PROMPT, SHORT))
+        await until(lambda: both.stats("decode").kv_transfers == 1)
+        return delta.token_ids
 
-    try:
-        found = asyncio.run(asyncio.wait_for(use(), TIMEOUT_S))
-    finally:
-        for process in processes:
-            process.stop()
+    found = with_engines(Engines(tmp_path, config, TCP), use)
     assert found == LLMEngine(dry_config()).generate([PROMPT], SHORT)[0].outputs[0].token_ids
+
+
+def prompts_at(both: Engines) -> str:
+    info = both.client.replicas[0].info
+    assert info is not None
+    assert info.prompts_at is not None
+    return info.prompts_at
+
+
+def test_short_prompts_stay_with_a_stream_and_long_ones_go(tmp_path: Path) -> None:
+    """The way there and back takes 20 ms; for so long 200 tokens are computed, and the stream waits."""
+    config = replace(dry_config(prefill_token_us=100, decode_token_us=3000), cache={"prefix_caching": False})
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    async def use(both: Engines) -> list[int]:
+        cable = Cable(prompts_at(both), delay_s=0.01)
+        both.client.replicas[0].info.prompts_at = cable.address  # type: ignore[union-attr]
+
+        def counts() -> tuple[int, int]:
+            return both.stats("decode").kv_transfers, both.stats("decode").prompts_computed_here
+
+        async def went(tokens: int, times: int) -> int:
+            before = counts()
+            for _ in range(times):
+                await whole(both.client.submit([65] * tokens, one))
+            await until(lambda: sum(counts()) == sum(before) + times)
+            return counts()[0] - before[0]
+
+        stream = both.client.submit(PROMPT, ENDLESS)
+        await until(lambda: counts() == (1, 0))
+        for tokens in (2, 1200):  # to learn from
+            await went(tokens, 3)
+        found = [await went(tokens, 4) for tokens in (1200, 2)]
+        stream.abort()
+        cable.close()
+        return found
+
+    assert with_engines(Engines(tmp_path, config, TCP), use) == [4, 0]
 
 
 def test_times_are_told_on_the_clock_of_the_engine(tmp_path: Path) -> None:

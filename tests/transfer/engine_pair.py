@@ -81,14 +81,15 @@ class Pair:
     """
     Args:
         ranks: what else the engines have of `parallel`: the one for prompts, and the one that decodes.
+        prompts: of the engine for prompts, where that is another one.
 
     Attributes:
         decode: the engine that is asked for tokens; `prefill` computes prompts for it, as long as it lives.
     """
 
-    def __init__(self, config: EngineConfig, *ranks: dict[str, int]) -> None:
+    def __init__(self, config: EngineConfig, *ranks: dict[str, int], prompts: EngineConfig | None = None) -> None:
         self.wires: list[Wire] = []
-        self._config = config
+        self._prompts = prompts or config
         self._ranks = ranks or ({}, {})
         self.prefill: LLMEngine | None = None
         self.sender: Sender | None = None
@@ -105,7 +106,7 @@ class Pair:
             made._wait_s = 0.05  # of what ends here no thread copies for longer
 
     def start_prefill(self) -> None:
-        self.prefill = LLMEngine(replace(self._config, parallel={"prefill": 1, **self._ranks[0]}))
+        self.prefill = LLMEngine(replace(self._prompts, parallel={"prefill": 1, **self._ranks[0]}))
         self.sender = make_sender(self.prefill)
 
     def kill_prefill(self) -> None:
@@ -166,7 +167,8 @@ class Pair:
     def check_empty(self) -> None:
         """No block, and nothing that remembers one, is left of what has ended."""
         for engine in filter(None, (self.decode, self.prefill)):
-            engine.executor.runner.transfers.poll(wait=True)
+            if (copies := engine.executor.runner.transfers) is not None:
+                copies.poll(wait=True)
             for transfer_id in engine.scheduler.kv.transfers.local:  # of who ended, or of a step that failed
                 engine.scheduler.kv.end_transfer(transfer_id)
         assert not self.receiver._asked
@@ -192,3 +194,40 @@ def shuffled_turns(rng: random.Random, pair: Pair) -> None:
                 pair.deliver(wire, back=rng.random() < 0.5)
         else:
             pair.deliver_ends()
+
+
+class Linked:
+    """Both engines, with links as in earnest: they take turns where the test says.
+
+    Args:
+        where: the one for prompts listens, as of a Door.
+
+    Attributes:
+        address: at which that one is asked.
+    """
+
+    def __init__(self, config: EngineConfig, where: str) -> None:
+        self.prefill = LLMEngine(replace(config, parallel={"prefill": 1}))
+        self.decode = LLMEngine(replace(config, parallel={"decode": 1}))
+        sender = make_sender(self.prefill)
+        assert sender is not None
+        self.sender, self.address = sender, sender.listen(where)
+        assert isinstance(self.decode.receiver, Receiver)
+        self.receiver = self.decode.receiver
+
+    def run(self) -> dict[str, RequestOutput]:
+        """The last outputs of all that are unfinished, when they are."""
+        finished: dict[str, RequestOutput] = {}
+        while self.decode.has_unfinished_requests():
+            self.sender.turn()
+            if self.prefill.has_unfinished_requests():
+                for output in self.prefill.step():
+                    assert self.sender.take(output), "nobody else asks it"
+            finished |= {output.request_id: output for output in self.decode.step() if output.finished}
+        return finished
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        for engine in (self.prefill, self.decode):
+            engine.close()

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections import Counter
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepPlan, StepResult
-from mini_infer.core.request import FinishReason
+from mini_infer.core.request import FinishReason, TokenLogprob
+from mini_infer.runtime.scheduler.prefix_loads import LoadCosts
 from mini_infer.transfer.protocol import Ask
 
 MAX_LEN = 40
@@ -29,18 +32,26 @@ FAULTS = ["none", "none", "cut", "kill", "fail prefill", "fail decode"]
 HISTORIES_A_PAIR = 25  # engines live on: what one history leaves behind shows in the next
 
 
-def config(rng: random.Random) -> EngineConfig:
+def config(rng: random.Random, files: Path | None = None) -> EngineConfig:
+    """`files`: where it may keep prefixes."""
     block_size = rng.choice([1, 3, 4, 16])
     least = -(-MAX_LEN // block_size)
     seqs = rng.randint(1, 5)
+    caching = rng.random() < 0.7
+    tiers: dict[str, Any] = {}
+    if caching and rng.random() < 0.5:
+        tiers["host_prefix_gib"] = rng.randint(1, 2 * least) * block_size * DRY_TOKEN_BYTES / 2**30
+        if files is not None and rng.random() < 0.5:
+            tiers["disk_prefix_path"] = str(files)
     return EngineConfig.from_dict(
         {
             "model": {"load_format": "dry", "dry": {"max_model_len": MAX_LEN}},
             "cache": {
                 "block_size": block_size,
                 "num_blocks": least + rng.randint(0, 2 * least),
-                "prefix_caching": rng.random() < 0.7,
+                "prefix_caching": caching,
                 "watermark": rng.choice([0.0, 0.1]),
+                **tiers,
             },
             "scheduler": {
                 "max_num_seqs": seqs,
@@ -85,10 +96,20 @@ def alone() -> LLMEngine:
     return LLMEngine(EngineConfig.from_dict({"model": dry, "cache": {"num_blocks": 64, "prefix_caching": False}}))
 
 
+Sampled = tuple[int, TokenLogprob | None]
+
+
 @cache
-def tokens_alone(seed: int) -> list[list[int]]:
+def sampled_alone(seed: int) -> list[list[Sampled]]:
     prompt, params = made_up(seed)
-    return [completion.token_ids for completion in alone().generate([prompt], params)[0].outputs]
+    return [
+        sampled(completion.token_ids, completion.logprobs)
+        for completion in alone().generate([prompt], params)[0].outputs
+    ]
+
+
+def sampled(tokens: list[int], logprobs: list[TokenLogprob] | None) -> list[Sampled]:
+    return list(zip(tokens, [None] * len(tokens) if logprobs is None else logprobs, strict=True))
 
 
 class Planted(Exception):
@@ -104,7 +125,7 @@ def live(rng: random.Random, pair: Pair) -> None:
     fault, fault_at = rng.choice(FAULTS), rng.randint(0, 12)
     arrivals = [(rng.randint(0, 10), rng.randint(0, 59), rng.random() < 0.2) for _ in range(rng.randint(1, 6))]
     gone: set[str] = set()
-    found: dict[str, dict[int, list[int]]] = {}
+    found: dict[str, dict[int, list[Sampled]]] = {}
     reasons: dict[str, set[FinishReason | None]] = {}
     for turn in itertools.count():
         assert turn < 2000, "the engines make no progress"
@@ -135,7 +156,8 @@ def live(rng: random.Random, pair: Pair) -> None:
         with contextlib.suppress(Planted):
             for output in pair.step():
                 for completion in output.outputs:
-                    found[output.request_id].setdefault(completion.index, []).extend(completion.token_ids_delta)
+                    new = sampled(completion.token_ids_delta, completion.logprobs_delta)
+                    found[output.request_id].setdefault(completion.index, []).extend(new)
                     reasons[output.request_id].add(completion.finish_reason)
         if turn == fault_at + 2 and runner is not None:
             vars(runner).pop("launch", None)
@@ -145,12 +167,12 @@ def live(rng: random.Random, pair: Pair) -> None:
     pair.settle()
     for number, (_, seed, _) in enumerate(arrivals):
         name = f"r{number}"
-        for index, expected in enumerate(tokens_alone(seed)):
-            tokens = found[name].get(index, [])
+        for index, expected in enumerate(sampled_alone(seed)):
+            got = found[name].get(index, [])
             failed = FinishReason.error in reasons[name]
             assert not failed or fault == "fail decode"
             whole = not failed and name not in gone
-            assert tokens == (expected if whole else expected[: len(tokens)]), (name, fault)
+            assert got == (expected if whole else expected[: len(got)]), (name, fault)
     pair.check_empty()
 
 
@@ -266,23 +288,35 @@ def test_one_that_is_not_sent_yet_is_taken_back_at_once(nixl: None) -> None:
     assert not any(wire.there for wire in pair.wires)
 
 
-def run(seed: int, histories: int) -> int:
-    """How many prompts came from the other engine."""
-    rng, received = random.Random(seed), 0
+def run(seed: int, histories: int, files: Path) -> Counter[str]:
+    """What came from elsewhere: prompts from the other engine, tokens from tiers."""
+    rng, came = random.Random(seed), Counter[str]()
     for first in range(0, histories, HISTORIES_A_PAIR):
-        pair = Pair(config(rng))
+        pair = Pair(config(rng, files))
         for _ in range(min(HISTORIES_A_PAIR, histories - first)):
             live(rng, pair)
-        received += pair.receiver.num_received
+        came["prompts"] += pair.receiver.num_received
+        for tier in ("host", "disk"):
+            came[tier] += sum(getattr(record, f"{tier}_hit_tokens") for record in pair.decode.records)
         pair.kill_prefill()
         pair.receiver.close()
-    return received
+    return came
 
 
-def test_no_token_changes_and_no_block_is_lost(nixl: None) -> None:
-    assert run(seed=1, histories=75) > 20
+@pytest.fixture
+def loads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says."""
+    monkeypatch.setattr(LoadCosts, "loading_pays", lambda *known: True)
+
+
+def test_no_token_changes_and_no_block_is_lost(nixl: None, loads_pay: None, tmp_path: Path) -> None:
+    came = run(9, 50, tmp_path)
+    assert came["prompts"] > 20
+    assert min(came["host"], came["disk"]) > 20
 
 
 @pytest.mark.soak
-def test_ten_thousand_histories(nixl: None) -> None:
-    assert run(seed=2, histories=10_000) > 5_000
+def test_ten_thousand_histories(nixl: None, loads_pay: None, tmp_path: Path) -> None:
+    came = run(2, 10_000, tmp_path)
+    assert came["prompts"] > 5_000
+    assert min(came["host"], came["disk"]) > 1_000

@@ -432,3 +432,14 @@ def test_a_prompt_stays_where_sending_it_costs_more() -> None:
     while not choice.pays(1000, decoding=0):  # what was learned grows old
         assert choice.num_kept < 100
     assert Choice(always=True).pays(1, decoding=0)
+
+
+def test_short_prompts_do_not_tell_what_a_long_one_costs() -> None:
+    choice = Choice()
+    for tokens, apart in ((10, 0.035), (1, 0.020), (1, 0.021), (1, 0.022)):  # a line through them: 2 s for 1,500
+        choice.learn(tokens, Handover(5.0, 5.01, 5.012, 0.001, 5.0 + apart, 1))
+    assert not choice.pays(12, decoding=1)
+    assert choice.pays(1500, decoding=1), "to learn from"
+    choice.learn(1500, Handover(5.0, 5.01, 5.16, 0.001, 5.18, 1))
+    assert choice.pays(1500, decoding=1)
+    assert not choice.pays(1, decoding=1)

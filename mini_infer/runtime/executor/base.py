@@ -31,6 +31,7 @@ class Executor:
         runner: what computes, where that is in this process.
         files: of prefixes, where there are any.
         holding: its KV, where other engines have to do with it.
+        kv_origin: what that depends on beside tokens, by name (fingerprints.py).
         adapters: name -> key of those that the config names.
         step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
             hold any.
@@ -44,6 +45,7 @@ class Executor:
     stages: int = 1
     files: BlockFiles | None = None
     holding: Holding | None = None
+    kv_origin: Callable[[], dict[str, str]]
     adapters: Mapping[str, str] = {}
     startup: StartupReport
     runner: Runner

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from mini_infer.core.uniforms import splitmix64
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.executor.base import Executor
+from mini_infer.runtime.executor.fingerprints import kv_origin
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
 from mini_infer.runtime.worker.model_runner import Runner
@@ -174,6 +175,7 @@ class DryExecutor(Executor):
         states = RequestStates.of(config, limits, sampler)
         self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
         self.holding = hold(model.store, Share(0, 1), connector=config.parallel.connector)
+        self.kv_origin = partial(kv_origin, config, None)
         if config.parallel.prefill:
             self.runner.push_with(Pusher(self.holding))
         lora = config.lora

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from mini_infer.cache.block_files import open_block_files
@@ -12,7 +12,7 @@ from mini_infer.core.config import EngineConfig
 from mini_infer.core.limits import Limits, settle_limits
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.executor.fingerprints import kv_identity, require_same
+from mini_infer.runtime.executor.fingerprints import kv_identity, kv_origin, require_same
 from mini_infer.runtime.worker.worker import Worker
 
 
@@ -39,6 +39,7 @@ class LocalExecutor(Executor):
         worker.load(limits.max_model_len)
         # The weights have taken their share, and steps will take theirs.
         self.limits = settle(worker.affordable_blocks(limits))
+        self.kv_origin = partial(kv_origin, config, worker.target)
         identity = kv_identity(config, worker.served, parallel.number)
         self.files = open_block_files(config.cache, identity, worker.block_bytes, parallel.num_ranks)
         if self.files is not None:

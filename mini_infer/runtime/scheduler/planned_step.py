@@ -103,7 +103,7 @@ class PlannedStep:
             pairs = request.export.pairs(request.block_table, min(start + count, request.prompt_len))
             self.pushes.append(Push(request.export.transfer_id, pairs))
         if request.handover is not None and request.resumed_time is None:
-            request.resumed_time = self.now
+            request.resumed_time = max(self.now, request.handover.arrived)  # it may have come while this was planned
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             followed = min(count, request.prompt_len - 1 - start)
             num_top = request.params.prompt_logprobs or 0

@@ -39,10 +39,11 @@ HOST_COUNTS = "the host reads how many tokens go where; parallel.dispatch=direct
 @dataclass(frozen=True)
 class ServedModel:
     config: ModelConfig
-    spec: ModelSpec
+    whole: ModelSpec
+    spec: ModelSpec  # what this rank computes of it
     dtype: torch.dtype
     device: torch.device
-    parallel: ParallelContext  # the ranks that share its layers; `spec` is what this one computes
+    parallel: ParallelContext  # the ranks that share its layers
     experts: ExpertRanks  # those that share its experts
     kv_layout: KVLayout
     block_bytes: int  # of KV
@@ -73,7 +74,8 @@ class ServedModel:
                     f"{kernels.name}'s. Set parallel.dispatch=grouped"
                 )
         shared, redundant = experts.context.size, experts.redundant
-        spec = of_each_rank(as_served(load_spec(model), config), parallel.size, whole_experts=shared > 1)
+        whole = as_served(load_spec(model), config)
+        spec = of_each_rank(whole, parallel.size, whole_experts=shared > 1)
         require_shared_experts(spec, shared, redundant)
         dtype = resolve_dtype(model, spec, device)
         spec = of_stage(spec, dtype, parallel, experts)
@@ -100,7 +102,7 @@ class ServedModel:
         )
         backends, no_graphs = _select_attention(config, needs, kernels, experts)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
-        return cls(model, spec, dtype, device, parallel, experts, kv_layout, block_bytes, backends, no_graphs)
+        return cls(model, whole, spec, dtype, device, parallel, experts, kv_layout, block_bytes, backends, no_graphs)
 
     @cached_property
     def weight_bytes(self) -> int:
