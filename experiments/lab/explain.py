@@ -48,7 +48,7 @@ def _extra(group: str, name: str) -> str:
     extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
     if group != "hydra/launcher" or not extra:
         return ""
-    return f". The launcher {name} is a plugin: pip install 'mini-infer[{extra}]'"
+    return f". The launcher {name} is a plugin: pip install -e '.[{extra}]'"
 
 
 def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:

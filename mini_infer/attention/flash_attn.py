@@ -45,7 +45,7 @@ class FlashAttnBackend(AttentionBackend):
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
             from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
-            raise ImportError(f"it is not installed ({error}): pip install 'mini-infer[flash]'") from error
+            raise ImportError(f"it is not installed ({error}): pip install -e '.[flash]'") from error
         self._kernels = _Kernels(_flash_attn_fwd)
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:

@@ -25,8 +25,7 @@ def require_library() -> None:
         import compressed_tensors  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "quantized folders are written by compressed-tensors, which is not installed: "
-            "pip install 'mini-infer[quantize]'"
+            "quantized folders are written by compressed-tensors, which is not installed: pip install -e '.[quantize]'"
         ) from None
 
 

@@ -20,7 +20,7 @@ def require_opentelemetry() -> None:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as error:
-        missing = "otlp_traces_endpoint needs OpenTelemetry: pip install 'mini-infer[otel]'"
+        missing = "otlp_traces_endpoint needs OpenTelemetry: pip install -e '.[otel]'"
         raise ConfigError(f"{missing} ({error})") from error
 
 

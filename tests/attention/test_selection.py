@@ -136,7 +136,7 @@ class TestRefusal:
 
     def test_flash_attn_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-        with pytest.raises(ConfigError, match=r"it is not installed.*pip install 'mini-infer\[flash\]'"):
+        with pytest.raises(ConfigError, match=r"it is not installed.*pip install -e '\.\[flash\]'"):
             select_backend(AttentionChoice.flash_attn, "prefill", NEEDS)
 
     def test_triton_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,9 +290,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
     if name in OWN:
         overrides += OWN[name]
     elif name.endswith("_trace"):
-        trace = tmp_path / "mooncake.jsonl"
-        line = '{"timestamp": %d, "input_length": 1500, "output_length": 90, "hash_ids": [7, 8, %d]}\n'
-        trace.write_text("".join(line % (10 * number, number) for number in range(4)))
+        trace = _recorded(tmp_path, 4)
         overrides += [
             "model=dry",
             "engine.model.device=cpu",
@@ -350,6 +348,38 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
         wrong = {row["reason"] for row in rows if row["valid"] == "false"}
         assert all(any(word in reason for word in FORGIVEN) for reason in wrong), wrong
     assert str(config.experiment.question)[:30] in report.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("peers_are_forked")
+def test_recorded_arrivals_reach_two_engines_behind_a_router(compose_config, tmp_path: Path) -> None:
+    """With servers, as `run.py experiment=replicas_trace workload.path=FILE` starts them."""
+    typed = ["experiment=replicas_trace", f"workload.path={_recorded(tmp_path, 12)}"]
+    places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
+    settings = ["workload.limit=12", "workload.warmup=2", "measure.repeats=1", "measure.threads=1"]
+    config = compose_config(*typed, *places, *settings)
+    with open_dict(config):
+        config.experiment.points = {"workload.rate_scale": [2]}
+        for name in ("round_robin", "least_loaded"):
+            del config.experiment.variants[name]
+    execute(config, "replicas_trace", typed, ROOT)
+
+    (table,) = _tables(tmp_path, "replicas_trace")
+    rows = list(csv.DictReader(table.open()))
+    values = {(row["variant"], row["metric"]): float(row["value"]) for row in rows if row["value"]}
+    for variant in ("one", "prefix_aware"):
+        assert values[variant, "slo_share"] > 0
+        assert values[variant, "prefix_hit_rate"] > 0.3  # two of each three blocks are everybody's
+    wrong = {row["reason"] for row in rows if row["valid"] == "false"}
+    assert all(any(word in reason for word in FORGIVEN) for reason in wrong), wrong
+
+
+def _recorded(folder: Path, requests: int) -> Path:
+    """A made-up trace as Mooncake's are written."""
+    trace = folder / "mooncake.jsonl"
+    line = '{"timestamp": %d, "input_length": 1500, "output_length": 90, "hash_ids": [7, 8, %d]}\n'
+    trace.write_text("".join(line % (10 * number, number) for number in range(requests)))
+    return trace
 
 
 def _kind(config) -> str:

@@ -120,4 +120,4 @@ def test_help_marks_defaults_and_names_every_command(compose_config):
 @pytest.mark.parametrize(("launcher", "extra"), [("joblib", "sweep"), ("submitit_slurm", "cluster")])
 def test_a_launcher_that_is_not_installed_says_how_to_get_it(launcher, extra):
     error = MissingConfigException("", f"hydra/launcher/{launcher}", ["basic"])
-    assert explain(error).endswith(f"The launcher {launcher} is a plugin: pip install 'mini-infer[{extra}]'")
+    assert explain(error).endswith(f"The launcher {launcher} is a plugin: pip install -e '.[{extra}]'")

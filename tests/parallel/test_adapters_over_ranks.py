@@ -34,7 +34,10 @@ def answers(engine: LLMEngine) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 1, "pipeline": 2}])
+FOUR = pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 1, "pipeline": 2}, FOUR])
 def test_ranks_give_the_tokens_of_one(
     layout: dict[str, int], folders: list[str], make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -263,10 +263,12 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     },
 }
 ALL = "2 stages of 2 ranks that share experts"
+EVERYTHING = "2 stages of 2 ranks that share experts, too"
 LAYOUTS = {
     "2 ranks": {"tensor": 2},
     "2 ranks that share experts, too": {"tensor": 2, "expert": 2},
     ALL: {"tensor": 1, "expert": 2, "pipeline": 2},
+    EVERYTHING: {"tensor": 2, "expert": 2, "pipeline": 2},
 }
 
 
@@ -276,7 +278,11 @@ def of_one_process() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in engine.generate(TEXTS, GREEDY)]
 
 
-CASES = [(name, layout) for name in MECHANISMS for layout in LAYOUTS if ("swap" in name) == (layout == "2 ranks")]
+def _often(name: str, layout: str) -> bool:
+    return layout != EVERYTHING and ("swap" in name) == (layout == "2 ranks")
+
+
+CASES = [pytest.param(*cell, marks=() if _often(*cell) else pytest.mark.soak) for cell in product(MECHANISMS, LAYOUTS)]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.model_files import resolve_folder
 from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.quantization.formats import Number, WeightFormat
 
@@ -44,9 +47,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def part_of(config: ModelConfig, rank: int, size: int) -> Model:
-    spec = of_each_rank(load_spec(config), size)
-    return load_model(config, spec, torch.float32, CPU, 16, parallel=ParallelContext(rank, size))
+def part_of(config: ModelConfig, rank: int, size: int, stage: int = 0, stages: int = 1) -> Model:
+    own = ParallelContext(rank, size, stage=stage, stages=stages)
+    spec = of_stage(of_each_rank(load_spec(config), size), torch.float32, own)
+    return load_model(config, spec, torch.float32, CPU, 16, parallel=own)
 
 
 def check_parts(config: ModelConfig, size: int) -> None:
@@ -165,32 +169,69 @@ def test_act_order_and_outliers_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every tensor, or part of one, that is read from a file."""
-    read, seen = checkpoint._read, []
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of every tensor, or parts of one, that are read from a file."""
+    read, seen = checkpoint._read, Counter[str]()
 
-    def counted(*given: Any) -> torch.Tensor:
-        tensor = read(*given)
-        seen.append(tensor.nbytes)
+    def counted(tensors: Any, name: str, *part: Any) -> torch.Tensor:
+        tensor = read(tensors, name, *part)
+        seen[name] += tensor.nbytes
         return tensor
 
     monkeypatch.setattr(checkpoint, "_read", counted)
     return seen
 
 
-def test_a_rank_reads_its_own_part_of_the_files(bytes_read: list[int]) -> None:
-    config = ModelConfig(path="tiny-target")
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name = request.param
+    if name in FOLDERS:
+        quantized_folder(tmp_path, *FOLDERS[name], **LARGER)
+    elif name in PACKED:
+        pytest.importorskip("compressed_tensors")
+        groups = {"group_0": {"targets": ["Linear"], "weights": PACKED[name]}}
+        compressed_tensors_folder(tmp_path, groups, changes=LARGER)
+    return str(tmp_path) if name in FOLDERS or name in PACKED else name
+
+
+def readers(name: str, size: int, stages_with_tables: int) -> int:
+    """How many ranks read the same of a tensor, in models of two KV heads."""
+    of_rows = ("norm.weight", ".g_idx", ".weight_shape", "o_proj.weight_scale", "down_proj.weight_scale")
+    if name.endswith(of_rows):
+        return size
+    if name == "model.embed_tokens.weight":
+        return stages_with_tables
+    return size // 2 if "k_proj." in name or "v_proj." in name else 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "stages"),
+    [
+        ("tiny-target", 2, 1),
+        ("tiny-target", 4, 1),
+        ("tiny-target", 2, 2),
+        ("gptq", 2, 1),
+        ("awq", 2, 2),
+        ("fp8 in blocks", 2, 1),
+        ("int4, a scale a row", 2, 1),
+    ],
+    indirect=["folder"],
+)
+def test_a_rank_reads_its_own_part_of_the_files(bytes_read: Counter[str], folder: str, size: int, stages: int) -> None:
+    config = ModelConfig(path=folder)
     part_of(config, 0, 1)
-    whole = sum(bytes_read)
-    assert whole == pytest.approx((resolve_folder("tiny-target") / "model.safetensors").stat().st_size, rel=0.01)
-    shares = []
-    for rank in range(2):
-        bytes_read.clear()
-        part_of(config, rank, 2)
-        shares.append(sum(bytes_read))
-    norms = 13 * 256 * 2
-    assert sum(shares) == whole + norms  # each rank has those
-    assert shares[0] == shares[1]
+    whole = dict(bytes_read)
+    assert sum(whole.values()) == pytest.approx((resolve_folder(folder) / "model.safetensors").stat().st_size, rel=0.05)
+    bytes_read.clear()
+    shares = [[] for _ in range(stages)]
+    for stage, rank in product(range(stages), range(size)):
+        before = bytes_read.total()
+        part_of(config, rank, size, stage, stages)
+        shares[stage].append(bytes_read.total() - before)
+    assert all(len(set(of_stage)) == 1 for of_stage in shares)
+    assert {name: count / whole[name] for name, count in bytes_read.items()} == {
+        name: readers(name, size, stages if folder == "tiny-target" else 1) for name in whole
+    }
 
 
 def test_a_tensor_of_another_shape_is_named_for_a_rank_too(tmp_path: Path) -> None:

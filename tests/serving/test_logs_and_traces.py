@@ -114,6 +114,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from mini_infer.serving.settings import ServerSettings
 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(ConfigError, match="mini-infer\\[otel\\]"):  # before minutes go into a model
+    with pytest.raises(ConfigError, match=r"-e '\.\[otel\]'"):  # before minutes go into a model
         ServerSettings(otlp_traces_endpoint="http://localhost")
     assert refusal("--dry-run", "--log-format", "xml")[0] == 2

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -333,15 +334,41 @@ def test_a_rolling_restart_loses_nothing(server: Server) -> None:
     assert {each[-6:] for each in said} == {"ONE]\n\n"}, [each for each in said if not each.endswith("ONE]\n\n")]
 
 
-def test_a_stream_that_takes_longer_than_the_restart_leaves_it_is_told_so() -> None:
-    with running(*SLOW, "--shutdown-timeout", "0.3") as server, ExitStack() as stack:
+def test_a_replica_drains_for_as_long_as_it_may_and_what_takes_longer_is_told_so() -> None:
+    with running(*SLOW, "--shutdown-timeout", "2") as server, ExitStack() as stack:
         lines = stream(server, stack)
+        victim = next(int(number) for number, busy in when_running(server, 1).items() if busy)
         old = pids(server)
         server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: health(server)["replicas"][victim]["status"] != "ok")
+        seen = health(server)
+        assert (seen["status"], seen["replicas"][1 - victim]["status"]) == ("ok", "ok")
+        expected = {"replica": victim, "engine_pid": old[victim], "status": "draining", "reason": None}
+        assert seen["replicas"][victim] == expected
+        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2  # the other one's
         assert "it was restarted, and the request did not finish within the time left to it" in list(lines)[-1]
         wait_until_whole(server, unlike=old)
         assert server.stop() == 0
         assert "Traceback" not in "".join(server.log)
+
+
+def test_where_a_replica_does_not_come_back_the_rest_stay_as_they_are(tmp_path: Path) -> None:
+    """Until it does: then it is their turn."""
+    folder = tmp_path / "prefixes"
+    tier = ("--cache.disk_prefix_path", str(folder), "--cache.host_prefix_gib", "0.001")
+    with running(*SLOW, *tier) as server:
+        old = pids(server)
+        shutil.rmtree(folder)
+        folder.touch()
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "".join(server.log).count("replica 0: it could not be started again") == 2, timeout=30)
+        seen = health(server)
+        assert (seen["status"], [each["status"] for each in seen["replicas"]]) == ("degraded", ["down", "ok"])
+        assert seen["replicas"][1]["engine_pid"] == old[1]
+        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+        folder.unlink()
+        wait_until_whole(server, unlike=old)
+        assert server.stop() == 0
 
 
 # --- starting -----------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def open_subject(
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install 'mini-infer[serve]'")
+        raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install -e '.[serve]'")
     if kind.can.elsewhere:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}

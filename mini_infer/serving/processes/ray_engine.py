@@ -29,7 +29,7 @@ try:
     import ray
     from ray.exceptions import RayError
 except ImportError as error:
-    raise ConfigError("parallel.launcher=ray needs Ray: pip install 'mini-infer[ray]'") from error
+    raise ConfigError("parallel.launcher=ray needs Ray: pip install -e '.[ray]'") from error
 
 _LOOK_S = 0.2  # of an actor at its engine
 
