@@ -3,6 +3,8 @@
 # make quick   without the slow tests
 # make check   lint, format, types
 #
+# make ray-tests    those of replicas on a Ray cluster, made up on this machine; installs Ray
+#
 # make compiled     by mypyc and a C compiler: modules of the loop, scheduler, cache bookkeeping, router and simulator, which
 #                   Python then takes instead of their sources, and which do the same in two thirds of the time or less.
 #                   Where a source is edited, mini_infer says so and stops, until they are made again or taken away:
@@ -19,7 +21,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, and not in every process that a test starts
 
-.PHONY: demo test quick check setup clean compiled interpreted
+.PHONY: demo test quick check ray-tests setup clean compiled interpreted
 
 setup: $(DEV_STAMP)
 
@@ -27,7 +29,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/python run.py experiment=quickstart
 
 # Kernels are interpreted on every machine alike; experiments/gpu_tests.py is for compiled ones.
-test quick: export CUDA_VISIBLE_DEVICES :=
+test quick ray-tests: export CUDA_VISIBLE_DEVICES :=
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -35,6 +37,10 @@ test: $(DEV_STAMP)
 
 quick: $(DEV_STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+
+ray-tests: $(DEV_STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pytest -m ray tests/serving/test_ray_engine.py
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

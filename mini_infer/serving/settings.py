@@ -202,8 +202,7 @@ class ServerSettings:
             for name in (*model.engine.lora.adapters, *model.engine.lora.dummy_names):
                 if taken.setdefault(name, number) != number or name in model.names:
                     raise ConfigError(f"the adapter {name!r} has the name of a model, or of another model's adapter")
-        ray = any(model.engine.parallel.launcher is Launcher.ray for model in self.models)
-        if ray and len(self.models) > 1:
+        if self._on_ray and len(self.models) > 1:
             raise ConfigError(
                 "parallel.launcher=ray starts the engines of one model: serve each of several with a server of its own"
             )
@@ -228,13 +227,17 @@ class ServerSettings:
     @property
     def keeps_engines(self) -> bool:
         """Whether another engine takes the place of one that ends: of several, or where it has ranks, any of which may
-        fail."""
+        fail, or on a Ray cluster, which may lose its machine."""
         ranks = (engine.ranks for model in self.models for engine in model.engine.parallel.of_engines)
-        return self.num_engines > 1 or max(ranks) > 1
+        return self.num_engines > 1 or max(ranks) > 1 or self._on_ray
 
     @property
     def places_engines(self) -> bool:
-        return any(model.gpus or model.engine.parallel.launcher is Launcher.ray for model in self.models)
+        return self._on_ray or any(model.gpus for model in self.models)
+
+    @property
+    def _on_ray(self) -> bool:
+        return any(model.engine.parallel.launcher is Launcher.ray for model in self.models)
 
     @property
     def is_supervised(self) -> bool:

@@ -39,7 +39,7 @@ def connect_with(key: bytes, address: tuple[str, int]) -> socket.socket:
     sock = socket.create_connection(address, _CONNECT_S)
     sock.sendall(key)
     sock.settimeout(None)
-    return sock
+    return watched(sock)
 
 
 def require_key(key: bytes, sock: socket.socket) -> None:
@@ -58,7 +58,7 @@ def reach(address: str) -> socket.socket:
     if address.startswith(_TCP):
         place, _, key = address.removeprefix(_TCP).partition("/")
         host, _, port = place.rpartition(":")
-        return _watched(connect_with(bytes.fromhex(key), (host.strip("[]"), int(port))))
+        return connect_with(bytes.fromhex(key), (host.strip("[]"), int(port)))
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(address)
@@ -102,10 +102,11 @@ class Door(NamedTuple):
         except OSError:
             sock.close()
             raise
-        return _watched(sock)
+        return watched(sock)
 
 
-def _watched(sock: socket.socket) -> socket.socket:
+def watched(sock: socket.socket) -> socket.socket:
+    """Of TCP: it sends without waiting for more, and ends soon after the machine at its other end is lost."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():

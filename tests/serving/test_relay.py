@@ -68,6 +68,7 @@ def test_who_has_no_key_is_not_let_through(near: socket.socket, far: socket.sock
         sock.sendall(b"x")
         accepted, _ = far.accept()
         assert accepted.recv(2) == b"x"  # and nothing before it
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # a machine that is lost says nothing
     relay.close()
 
 

@@ -36,13 +36,12 @@ def ways_to_make(engine: EngineConfig, max_queued: int, environment: Mapping[str
         ConfigError: there cannot be as many.
     """
     parallel = engine.parallel
-    configs = [dataclasses.replace(engine, parallel=own) for own in parallel.of_engines]
     max_queued = -(-max_queued // (parallel.decode or parallel.replicas))
     if parallel.launcher is Launcher.ray:
-        from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
+        from mini_infer.serving.processes.ray_engine import RayEngine, place
 
-        require_cluster(engine)
-        return [partial(RayEngine, config, max_queued) for config in configs]
+        return [partial(RayEngine, actor) for actor in place(engine, max_queued)]
+    configs = [dataclasses.replace(engine, parallel=own) for own in parallel.of_engines]
     surroundings = environments(engine, os.environ if environment is None else environment, count_gpus)
     return [
         partial(EngineProcess, own, max_queued, environment=environment)

@@ -2,20 +2,26 @@
 
     supervisor and    Unix              TCP                   Unix
     API processes   -------- a relay  -------  an actor's  --------  engine process, the actor's child
-                             here              relay
+                             here              relay                 and the parent of its other ranks
 
-An actor has the CPUs and GPUs of all ranks of its engine, so that these are on one machine: on which, Ray decides. To
-everybody else it is an EngineProcess that listens at a path here. One that dies, with its machine or without, is made
-again as any other is, and Ray finds it a place. Each machine has this package, and the model at the same path.
+A server has one placement group, and in it a bundle for each engine, with the CPUs and GPUs of all its ranks. A bundle
+is of one machine, and bundles are of different ones as far as there are: of which, Ray decides. In each lives an actor,
+as long as the server does: Ray starts it again when it dies, and elsewhere when its machine is lost. The engine process
+in it is a RayEngine's; when it ends, the supervisor makes another RayEngine, as it makes another EngineProcess on one
+machine. Each machine has this package, and the model at the same path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import socket
+import threading
 import time
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from mini_infer.core.config import Device, EngineConfig
@@ -27,24 +33,29 @@ from mini_infer.transfer.address import connect_with, listen, new_key
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ConfigError("parallel.launcher=ray needs Ray: pip install -e '.[ray]'") from error
 
 _LOOK_S = 0.2  # of an actor at its engine
+_ANSWER_S = 5.0  # for what answers at once
+_ROOM_S = 10.0  # for Ray to reserve what the machines have, if nobody else uses it
 
 
 class RayEngine:
-    """As EngineProcess, somewhere in the cluster that `require_cluster` has found."""
+    """As EngineProcess, in one of the actors that `place` has made.
 
-    def __init__(self, config: EngineConfig, max_queued: int, socket_path: str) -> None:
+    Calls of an actor that Ray is starting again wait for it: one of a machine that was lost, for room on another.
+    """
+
+    def __init__(self, actor: Any, socket_path: str) -> None:
         self.socket_path = socket_path
-        needs = _needs(config)
-        host = ray.remote(_Host).options(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_concurrency=4)
+        self._actor = actor
         key = new_key()
-        self._actor = host.remote(config.to_dict(), max_queued, key)
-        self._address = self._actor.address.remote()
-        self._end = self._actor.end.remote()
+        self._address = actor.start.remote(key, time.monotonic())
+        self._end = actor.end.remote(key, self._address)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
         listener = socket.socket(socket.AF_UNIX)
@@ -55,9 +66,11 @@ class RayEngine:
     def _there(self) -> tuple[str, int]:
         """Where the actor listens. Waits until it does; raises OSError where it is lost."""
         try:
-            address: tuple[str, int] = ray.get(self._address)
+            address: tuple[str, int] | None = ray.get(self._address)
         except RayError as error:
             raise ConnectionError("the engine's machine is lost") from error
+        if address is None:
+            raise ConnectionError("another engine has its place")
         return address
 
     def ending(self) -> str | None:
@@ -70,69 +83,158 @@ class RayEngine:
             return f"is lost, or its machine is ({type(error).__name__})"
 
     def stop(self, timeout: float = 5.0) -> None:
-        """As EngineProcess.stop."""
-        if ray.wait([self._address], timeout=0)[0]:
-            with contextlib.suppress(RayError):
-                ray.get(self._actor.stop.remote(), timeout=timeout)
-        ray.kill(self._actor)
+        """As EngineProcess.stop. The actor stays for the next one, or another one in its place if it says nothing."""
         self._relay.close()
+        started, ended = (ray.wait([each], timeout=0)[0] for each in (self._address, self._end))
+        if ended or not started:  # one that starts after all ends with the next one's start
+            return
+        try:
+            ray.get(self._actor.stop.remote(timeout), timeout=timeout + _ANSWER_S)
+        except GetTimeoutError:
+            ray.kill(self._actor, no_restart=False)
+        except RayError:  # it was lost just now, and the engine with it
+            pass
 
 
 class _Host:
-    """The actor."""
+    """The actor: one engine process at a time, each known by the key that opens connections to it."""
 
-    def __init__(self, config: dict[str, Any], max_queued: int, key: bytes) -> None:
+    def __init__(self, config: dict[str, Any], max_queued: int) -> None:
+        self._config, self._max_queued = EngineConfig.from_dict(config), max_queued
+        self._lock = threading.Lock()
+        self._asked = 0.0
+        self._key: bytes | None = None
+        self._engine: EngineProcess | None = None
+        self._relay: Relay | None = None
+
+    def start(self, key: bytes, asked: float) -> tuple[str, int] | None:
+        """An engine process instead of the last one, and where it is to be reached.
+
+        Args:
+            asked: when, by the server's clock. Calls that have waited for this actor come in any order: None for one
+                that is out of date.
+        """
         here = ray.util.get_node_ip_address()
-        self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued, prompts_at=f"tcp://{here}")
-        self._listener = listen(here)
-        Relay(self._listener, self._connect, key)
+        with self._lock:
+            if asked < self._asked:
+                return None
+            self._asked = asked
+            self._stop(timeout=0)
+            self._engine = engine = EngineProcess(self._config, self._max_queued, prompts_at=f"tcp://{here}")
+            listener = listen(here)
+            address: tuple[str, int] = listener.getsockname()[:2]
+            self._relay = Relay(listener, lambda: _connect(engine.socket_path), key)
+            self._key = key
+            return address
 
-    def address(self) -> tuple[str, int]:
-        return self._listener.getsockname()[:2]
-
-    def end(self) -> str:
-        """Waits for the engine's, and says how it ended."""
-        while (ending := self._engine.ending()) is None:
+    @ray.method(max_task_retries=0)  # an actor in this one's place would know nothing of the engine
+    def end(self, key: bytes, started: object) -> str:
+        """Waits for the engine's, and says how it ended. `started`: what `start` has returned."""
+        while self._key == key and self._engine is not None:
+            ending = self._engine.ending()
+            if ending is not None:
+                return ending
             time.sleep(_LOOK_S)
-        return ending
+        return "was stopped"
 
-    def stop(self) -> None:
-        self._engine.stop()
+    @ray.method(max_task_retries=0)
+    def stop(self, timeout: float) -> None:
+        with self._lock:
+            self._stop(timeout)
 
-    def _connect(self) -> socket.socket:
-        near = socket.socket(socket.AF_UNIX)
-        near.connect(self._engine.socket_path)
-        return near
+    def _stop(self, timeout: float) -> None:
+        if self._relay is not None and self._engine is not None:
+            self._relay.close()
+            self._engine.stop(timeout)
+        self._relay = self._engine = self._key = None
 
 
-def require_cluster(config: EngineConfig) -> None:
-    """Connects this process. Raises ConfigError where there is no cluster, or not one with room for all replicas."""
-    asked = "parallel.launcher=ray"
-    try:
-        ray.init(address="auto", log_to_driver=False, ignore_reinit_error=True)
-    except ConnectionError as error:
-        raise ConfigError(
-            f"{asked}: no Ray cluster is known here. `ray start --head` starts one, and RAY_ADDRESS names another"
-        ) from error
-    free = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+def _connect(path: str) -> socket.socket:
+    near = socket.socket(socket.AF_UNIX)
+    near.connect(path)
+    return near
+
+
+def place(config: EngineConfig, max_queued: int) -> list[Any]:
+    """An actor for each engine of a model, those for prompts first. Ray ends them, and takes back their places, when
+    nobody here refers to them any more.
+
+    Args:
+        max_queued: completions that may wait, of each engine.
+
+    Raises:
+        ConfigError: there is no cluster, or not one with room for all.
+    """
+    _join_cluster()
     engines = [dataclasses.replace(config, parallel=own) for own in config.parallel.of_engines]
-    for number, engine in enumerate(engines):
-        needs = {name: number for name, number in _needs(engine).items() if number}
-        fitting = [has for has in free if all(has.get(name, 0) >= wanted for name, wanted in needs.items())]
-        if not fitting:
-            each = " and ".join(f"{wanted} {name}s" for name, wanted in needs.items())
-            raise ConfigError(
-                f"{asked}: {engines_asked(config)} engines, of which one takes {each} of one machine, and the cluster "
-                f"has room for {number} of {len(engines)}: ask for fewer, or add machines"
-            )
-        for name, wanted in needs.items():
-            fitting[0][name] -= wanted
+    bundles = [_needs(engine) for engine in engines]
+    _require_machines(config, bundles)
+    group = placement_group(bundles, strategy="SPREAD")
+    if not group.wait(_ROOM_S):
+        remove_placement_group(group)
+        raise ConfigError(f"{_asked(config, bundles)}: the cluster has that, but others use it. Wait, or ask for fewer")
+    actors = [
+        ray.remote(_Host)
+        .options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            max_concurrency=4,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        .remote(engine.to_dict(), max_queued)
+        for index, (engine, bundle) in enumerate(zip(engines, bundles, strict=True))
+    ]
+    weakref.finalize(actors[0], remove_placement_group, group).atexit = False
+    return actors
+
+
+def _join_cluster() -> None:
+    """Raises ConfigError where there is none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdecimal():  # where nobody answers, Ray would try for four minutes
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"at RAY_ADDRESS={address}" if address else "here"
+        reason = " ".join(str(error).partition(". ")[0].split())
+        raise ConfigError(
+            f"parallel.launcher=ray: no Ray cluster can be joined {where} ({reason}). `ray start --head` starts one, "
+            "and RAY_ADDRESS names another"
+        ) from error
+
+
+def _require_machines(config: EngineConfig, bundles: Sequence[dict[str, int]]) -> None:
+    """Raises ConfigError where there are too few, or too small ones, whoever uses them."""
+    machines = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    found = 0
+    for needs in sorted(bundles, key=lambda needs: needs["CPU"], reverse=True):
+        fitting = [has for has in machines if all(has.get(name, 0) >= wanted for name, wanted in needs.items())]
+        if fitting:
+            found += 1
+            for name, wanted in needs.items():
+                fitting[0][name] -= wanted
+    if found < len(bundles):
+        no_gpu = any("GPU" in needs for needs in bundles) and not ray.cluster_resources().get("GPU")
+        raise ConfigError(
+            f"{_asked(config, bundles)}, and the cluster{', which has no GPU,' if no_gpu else ''} has room for "
+            f"{found} of {len(bundles)}: ask for fewer, or add machines{', or set model.device=cpu' if no_gpu else ''}"
+        )
+
+
+def _asked(config: EngineConfig, bundles: Sequence[dict[str, int]]) -> str:
+    largest = max(bundles, key=lambda needs: needs["CPU"])
+    each = " and ".join(f"{wanted} {name}s" for name, wanted in largest.items())
+    return f"parallel.launcher=ray: {engines_asked(config)} engines, of which one takes {each} of one machine"
 
 
 def _needs(config: EngineConfig) -> dict[str, int]:
-    """Of one engine."""
+    """Of one engine: its bundle."""
     ranks = config.parallel.ranks
     on_cpu = needs_no_gpu(config)
     if config.model.device is Device.auto and not ray.cluster_resources().get("GPU"):
         on_cpu = True
-    return {"CPU": ranks, "GPU": 0 if on_cpu else ranks}
+    return {"CPU": ranks} if on_cpu else {"CPU": ranks, "GPU": ranks}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mini_infer.transfer.address import require_key
+from mini_infer.transfer.address import require_key, watched
 
 _PIECE = 2**16  # bytes
 _NAP_S = 0.05  # behind an accept that failed: this process may have too many files open
@@ -52,6 +52,7 @@ class Relay:
         try:
             if self._key is not None:
                 require_key(self._key, near)
+                watched(near)
             far = self._connect()
         except OSError:
             _close(near)
