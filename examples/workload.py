@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import Missing
-from experiments.lab.measure.driver import drive
-from experiments.lab.workloads import Inputs, Item, Vocabulary, Workload
-from experiments.lab.workloads.base import generator
+from experiments.lab.measure.subjects import drive
+from experiments.lab.workloads import Inputs, Item, Workload
+from experiments.lab.workloads.base import Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
 from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer import EngineConfig, LLMEngine

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ def nothing_left(seconds: float = 20.0) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", temporary)
         patch.setattr(tempfile, "tempdir", temporary)
-        before = _there_is(temporary)
+        before, zombies = _there_is(temporary), _zombies()
         _adopt_orphans(True)
         try:
             yield
@@ -32,6 +33,9 @@ def nothing_left(seconds: float = 20.0) -> Iterator[None]:
                 time.sleep(0.02)
         finally:
             _adopt_orphans(False)
+            for orphan in _zombies() - zombies:
+                with suppress(ChildProcessError):
+                    os.waitpid(orphan.pid, 0)
 
 
 def _adopt_orphans(whether: bool) -> None:
@@ -43,6 +47,10 @@ def _there_is(temporary: str) -> set[psutil.Process | Path]:
     children = psutil.Process().children(recursive=True)
     shared = (path for path in SHARED_MEMORY.iterdir() if path.is_file())
     return {*filter(_lives, children), *shared, *Path(temporary).iterdir()}
+
+
+def _zombies() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children() if not _lives(child)}
 
 
 def _lives(process: psutil.Process) -> bool:
