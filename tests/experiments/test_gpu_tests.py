@@ -38,6 +38,7 @@ def test_tests_on_any_device_count_as_such_where_there_is_a_gpu(
             fixturenames=["folder" if name == "another fixture" else "device"],
             callspec=SimpleNamespace(params={"device": devices[name]} if name in devices else {}),
             keywords=(),
+            get_closest_marker=lambda mark: None,
             add_marker=found.append,
         )
         for name, found in marks.items()

@@ -254,7 +254,7 @@ def test_ray_that_is_not_installed_ends_the_server(tmp_path: Path) -> None:
     server = start_server(flags, {**os.environ, "PYTHONPATH": str(tmp_path)}, stderr=subprocess.STDOUT)
     said, _ = server.communicate(timeout=60)
     assert (server.returncode, said.count("\n")) == (2, 1), said
-    assert "parallel.launcher=ray needs Ray: pip install 'mini-infer[ray]'" in said
+    assert "parallel.launcher=ray needs Ray: pip install -e '.[ray]'" in said
 
 
 def test_one_engine_is_not_placed_on_a_cluster() -> None:
