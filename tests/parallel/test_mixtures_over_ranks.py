@@ -311,7 +311,7 @@ MIXTURES |= {
     f"Qwen3Moe, {scheme}": dummy("Qwen3Moe", **NARROW) | {"quantization": scheme, "quantization_group": 64}
     for scheme in ("w8a8", "w4a16", "fp8")
 }
-OFTEN = [("Qwen3Moe, w8a8", Dispatch.grouped), ("Mixtral", Dispatch.packed)]
+OFTEN = [("Qwen3Moe, w8a8", Dispatch.grouped)]
 SELDOM = [cell for cell in product(MIXTURES, FORMS) if cell not in OFTEN]
 
 

@@ -225,7 +225,11 @@ def test_a_rank_that_stops_is_named_after_the_stated_time(
 
 @pytest.mark.parametrize(
     ("parallel", "rank", "phase"),
-    [(TENSOR, 1, "connect"), (STAGES, 1, "load"), pytest.param(BOTH, 2, "init", marks=pytest.mark.attack)],
+    [
+        (TENSOR, 1, "connect"),
+        pytest.param(STAGES, 1, "load", marks=pytest.mark.attack),
+        pytest.param(BOTH, 2, "init", marks=pytest.mark.attack),
+    ],
 )
 def test_a_rank_that_stops_while_it_starts_is_named_after_the_stated_time(
     make_engine: MakeEngine, signals: Signals, impatient: None, parallel: dict[str, Any], rank: int, phase: str

@@ -120,7 +120,7 @@ def test_a_killed_engine_costs_no_answer(tmp_path: Path, way: str, victim: str, 
     with_engines(engines(tmp_path, way), lambda both: survives(both, victim, phase))
 
 
-@pytest.mark.parametrize(("way", "victim"), cells([("memory", "decode"), ("tcp", "prefill")], WAYS, ROLES))
+@pytest.mark.parametrize(("way", "victim"), cells([("memory", "decode")], WAYS, ROLES))
 def test_nothing_is_left_of_those_that_died(tmp_path: Path, way: str, victim: str) -> None:
     """Where they were met, in the middle of a transfer each."""
 
