@@ -190,7 +190,7 @@ def test_an_engine_whose_own_process_hangs_is_started_anew() -> None:
     with nothing_left(), running(*flags, dry=False) as server:
         before = processes("ranks", server.process.pid)
         before["engine"][0].suspend()
-        wait_until_logged(server, "the engine has not said anything for 3 s, and is ended")
+        wait_until_logged(server, "the engine has not said anything for")
         wait_until_it_serves(server)
         assert not psutil.wait_procs([*before["engine"], *before["rank"]], timeout=0)[1]
         assert server.stop() == 0
