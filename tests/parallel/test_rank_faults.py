@@ -119,7 +119,7 @@ def cells(of: Mapping[str, Sequence[int]], quick: Collection[tuple[str, int, str
     return [
         pytest.param(settings[cell[0]], *cell[1:], id="-".join(map(str, cell)), marks=marks)
         for cell in found
-        for marks in [() if cell in quick else pytest.mark.attack]
+        for marks in [() if cell in quick else pytest.mark.soak]
     ]
 
 
@@ -229,8 +229,8 @@ def test_a_rank_that_stops_is_named_after_the_stated_time(
     ("parallel", "rank", "phase"),
     [
         (TENSOR, 1, "connect"),
-        pytest.param(STAGES, 1, "load", marks=pytest.mark.attack),
-        pytest.param(BOTH, 2, "init", marks=pytest.mark.attack),
+        pytest.param(STAGES, 1, "load", marks=pytest.mark.soak),
+        pytest.param(BOTH, 2, "init", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_stops_while_it_starts_is_named_after_the_stated_time(
