@@ -11,7 +11,7 @@
 # make interpreted
 #
 # Each sets up .venv by itself. PYTHON chooses the interpreter (3.10 or later), WORKERS how many processes share the tests
-# (up to 2 GB each): one more than there are cores, since tests wait, too.
+# (up to 2 GB each): by default one more than two cores, since tests wait, too.
 PYTHON ?= python3
 WORKERS ?= 3
 VENV := .venv

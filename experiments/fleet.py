@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import DictConfig
@@ -50,7 +50,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Case(Checked):
+class Case(Checked, section="experiment.cases"):
     """
     Attributes:
         load: of the spec's rate, at its highest.
@@ -58,8 +58,6 @@ class Case(Checked):
         down: share of the replicas that break down in the middle of the window, all at once, and come back
             `restart_s` later.
     """
-
-    section: ClassVar[str] = "experiment.cases"
 
     replicas: Count = 1000
     routers: Count = 1

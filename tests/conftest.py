@@ -25,9 +25,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test is about two threads, none of them spins
 
 # Workers begin with different ones of several GPUs, which experiments/gpu_tests.py counts; ranks take the next ones.
-if (gpus := int(os.environ.get("TEST_GPUS", "1"))) > 1:
-    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + index) % gpus) for index in range(gpus))
+if (count := int(os.environ.get("TEST_GPUS", "1"))) > 1:
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % count
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 # Where a line has run so often, slipcover goes through all functions to take out what counts the lines that have run,
 # for a tenth of a second. After 50 times, as by default, the servers and ranks that tests fork do little else.

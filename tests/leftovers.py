@@ -61,9 +61,11 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _shared_by_others() -> set[psutil.Process | Path]:
-    """The memory that processes map, of other tests too."""
+    """The memory that other processes map, those of other tests too."""
     used = set[psutil.Process | Path]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name == str(os.getpid()):
+            continue
         try:
             lines = maps.read_text().splitlines()
         except OSError:  # it has ended, or is somebody else's

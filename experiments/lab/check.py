@@ -52,9 +52,10 @@ class Checked:
                 each = "a list of numbers, each " if several else ""
                 got = list(value) if several else value
                 raise ConfigError(f"{self.section}.{name} must be {each}{rule.words}, got {got}")
-            low = name.replace("max_", "min_")
-            if low != name and getattr(self, low, None) is not None and value < getattr(self, low):
-                raise ConfigError(f"{self.section}.{name}={value} is below {self.section}.{low}={getattr(self, low)}")
+            low = "min_" + name.removeprefix("max_") if name.startswith("max_") else ""
+            least = getattr(self, low, None) if value is not None else None
+            if least is not None and value < least:
+                raise ConfigError(f"{self.section}.{name}={value} is below {self.section}.{low}={least}")
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))

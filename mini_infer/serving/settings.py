@@ -95,7 +95,7 @@ class ModelSettings:
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
     request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
     hang_timeout: float = 30.0  # seconds without a sign of life after which the engine counts as hung: 503
-    startup_timeout: float = 1800.0  # seconds that loading the model may take
+    startup_timeout: float = 1800.0  # seconds that loading may take; of several ranks parallel.start_timeout_s, too
     max_answer_size: int = 2**23  # of one answer: a token counts 1, each log-probability 8; more gets 400
     engine: EngineConfig = field(default_factory=EngineConfig)
 

@@ -126,7 +126,7 @@ def test_numbers_and_gates_are_put_together(config, monkeypatch):
     assert other == alone  # against something else
     assert (joined.equal_tokens, joined.total_tokens, joined.passed) == (23, 30, False)
     assert found.error_gates == errors[1:2]  # no number is worse than any
-    shared = "Other GPUs of this machine, 1 at most, computed for somebody else meanwhile."
+    shared = "Other GPUs of this machine, 1 at most, computed for somebody else when passes ended."
     assert found.notes == [shared, "all", "Process 1: one", "Process 3: other"]
     assert [about.power_w for about in found.processes] == [600.0, None, None]
     assert [schema.workload(own) for own in given] == [schema.workload(config())] * 3

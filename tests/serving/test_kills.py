@@ -86,7 +86,7 @@ def wait_until_logged(server: Server, text: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "victim", "phase"),
     [
-        pytest.param(*cell, id="-".join(cell), marks=() if cell in QUICK else pytest.mark.attack)
+        pytest.param(*cell, id="-".join(cell), marks=() if cell in QUICK else pytest.mark.soak)
         for kind, victims in VICTIMS.items()
         for victim in victims
         for phase in ("starting", "queued", "streaming")
@@ -183,14 +183,14 @@ def test_an_engine_that_loses_a_rank_is_started_anew() -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.attack
+@pytest.mark.soak
 def test_an_engine_whose_own_process_hangs_is_started_anew() -> None:
     """Later than it would have said that a rank hangs."""
     flags = (*TENSOR, *MODEL, "--model", "tiny-draft", "--parallel.timeout_s", "1", "--hang-timeout", "2")
     with nothing_left(), running(*flags, dry=False) as server:
         before = processes("ranks", server.process.pid)
         before["engine"][0].suspend()
-        wait_until_logged(server, "the engine has not said anything for 3 s, and is ended")
+        wait_until_logged(server, "the engine has not said anything for")
         wait_until_it_serves(server)
         assert not psutil.wait_procs([*before["engine"], *before["rank"]], timeout=0)[1]
         assert server.stop() == 0

@@ -69,7 +69,7 @@ class GpuState(NamedTuple):
 
 
 class _Use(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the time since the last reading
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the last second or less
 
 
 class Gpu:

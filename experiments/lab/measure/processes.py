@@ -91,7 +91,7 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
         if isinstance(findings.error, KeyboardInterrupt):
             break
     if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
-        notes.append(f"Other GPUs of this machine, {busy} at most, computed for somebody else meanwhile.")
+        notes.append(f"Other GPUs of this machine, {busy} at most, computed for somebody else when passes ended.")
     return merged(found, settings.processes, notes)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store
 
-from experiments.lab.check import Several
+from experiments.lab.check import Positive, Several
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.rounds import Probe
@@ -47,7 +47,7 @@ class Rank(Protocol):
 class RanksSpec(ExperimentSpec):
     ranks: Several = 2  # processes
     dtype: DType = DType.bfloat16  # of the numbers
-    allowed_error: float = 0.02  # the most that a row may be off by, relative to its norm
+    allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,7 +28,7 @@ class HFSettings(ProcessSettings, section="peers.hf"):
 @dataclass(frozen=True)
 class VLLMSettings(ProcessSettings, section="peers.vllm"):
     args: dict[str, Any] = field(default_factory=dict)  # more arguments of its EngineArgs, by name
-    api_processes: int = 1  # of its server
+    api_processes: Count = 1  # of its server
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def moved(info: RunInfo, since: Since) -> str:
     count = since(info)
     if count is None:
         return "no git history here"
-    return f"{count} commit{'s' if count != 1 else ''} since" if count else "as measured"
+    if count:
+        return f"{count} commit{'s' if count != 1 else ''} since"
+    return "as measured" if info.provenance.clean is not False else "as measured, with uncommitted changes"
 
 
 def _strip(result: Result, since: Since) -> str:

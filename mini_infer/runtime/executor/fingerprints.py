@@ -23,7 +23,7 @@ from mini_infer.parallel.context import ParallelContext
 if TYPE_CHECKING:  # the dry model needs no model code
     from mini_infer.runtime.worker.served_model import ServedModel
 
-_SAMPLE = 4096  # bytes of a tensor
+_SAMPLE = 4096  # bytes of a tensor, at each of three places
 
 
 def require_same(parallel: ParallelContext, config: EngineConfig, model: ServedModel) -> None:
@@ -80,7 +80,7 @@ def _model(model: ServedModel) -> dict[str, str]:
     kept = (f"{len(layers)} layers of {planes}" for layers, planes in whole.kv_layout(model.dtype).groups())
     return {
         "the model": f"{whole.architecture} of {whole.num_layers} layers ({_short(repr(shape))})",
-        "its weights": _weights(own),
+        "its weights": _weights(own, model.device),
         "model.quantization": "none" if scheme is None else f"{scheme.describe()} ({_short(repr(scheme))})",
         "model.dtype": str(model.dtype),
         "model.implementation": own.implementation.value,
@@ -88,9 +88,9 @@ def _model(model: ServedModel) -> dict[str, str]:
     }
 
 
-def _weights(model: ModelConfig) -> str:
+def _weights(model: ModelConfig, device: torch.device) -> str:
     if model.load_format is not LoadFormat.auto:
-        return f"random, of seed {model.seed}"
+        return f"random, of seed {model.seed}, made on {_kind(device)}"
     stats = [(file, file.stat()) for file in safetensors_files(Path(model.path))]
     files = [(file.name, stat.st_size, _sampled(file, stat.st_size, stat.st_mtime_ns)) for file, stat in stats]
     return f"{sum(size for _, size, _ in files):,} bytes ({_short(repr(files))})"
@@ -98,16 +98,18 @@ def _weights(model: ModelConfig) -> str:
 
 @cache
 def _sampled(file: Path, size: int, changed: int) -> str:
-    """A hash of a file's header, and of how each tensor begins: in that, weights of one shape differ wherever they were
-    trained further."""
+    """A hash of a file's header, and of the first, middle and last bytes of each tensor: weights of one shape that
+    differ in none of these pass for the same."""
     with file.open("rb", buffering=0) as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
         digest, start = hashlib.sha256(header), opened.tell()
         for name, tensor in json.loads(header).items():
             if name != "__metadata__":
                 first, end = tensor["data_offsets"]
-                opened.seek(start + first)
-                digest.update(opened.read(min(_SAMPLE, end - first)))
+                last = max(first, end - _SAMPLE)
+                for place in (first, (first + last) // 2, last):
+                    opened.seek(start + place)
+                    digest.update(opened.read(min(_SAMPLE, end - place)))
     return digest.hexdigest()
 
 

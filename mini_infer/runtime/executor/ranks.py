@@ -190,12 +190,12 @@ class Ranks:
                 if not self._stopping.wait(SAY_S):
                     self._abort()
                 return
+            what, limit_s = self._limit  # first: once the start has ended, the time since is another one
             since = self._busy_since
             if since is None:
                 continue
-            what, limit_s = self._limit
             if (self.started and self.find_ended()) or time.monotonic() - since > limit_s:
-                self._find_hanging(f"{what}={limit_s:g}")
+                self._find_hanging(f"{what}={limit_s:g}, which may be raised")
                 self._unblock()
                 return
 

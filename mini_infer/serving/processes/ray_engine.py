@@ -53,7 +53,7 @@ class RayEngine:
     def __init__(self, actor: Any, socket_path: str) -> None:
         self.socket_path = socket_path
         self._actor = actor
-        key = new_key()
+        self._key = key = new_key()
         self._address = actor.start.remote(key, time.monotonic())
         self._end = actor.end.remote(key, self._address)
         with contextlib.suppress(FileNotFoundError):
@@ -89,7 +89,7 @@ class RayEngine:
         if ended or not started:  # one that starts after all ends with the next one's start
             return
         try:
-            ray.get(self._actor.stop.remote(timeout), timeout=timeout + _ANSWER_S)
+            ray.get(self._actor.stop.remote(self._key, timeout), timeout=timeout + _ANSWER_S)
         except GetTimeoutError:
             ray.kill(self._actor, no_restart=False)
         except RayError:  # it was lost just now, and the engine with it
@@ -130,17 +130,18 @@ class _Host:
     @ray.method(max_task_retries=0)  # an actor in this one's place would know nothing of the engine
     def end(self, key: bytes, started: object) -> str:
         """Waits for the engine's, and says how it ended. `started`: what `start` has returned."""
-        while self._key == key and self._engine is not None:
-            ending = self._engine.ending()
+        while (engine := self._engine) is not None and self._key == key:
+            ending = engine.ending()
             if ending is not None:
                 return ending
             time.sleep(_LOOK_S)
         return "was stopped"
 
     @ray.method(max_task_retries=0)
-    def stop(self, timeout: float) -> None:
+    def stop(self, key: bytes, timeout: float) -> None:
         with self._lock:
-            self._stop(timeout)
+            if key == self._key:  # another engine may have its place by now
+                self._stop(timeout)
 
     def _stop(self, timeout: float) -> None:
         if self._relay is not None and self._engine is not None:
