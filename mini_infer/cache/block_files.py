@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -206,9 +206,11 @@ def _fill(file: object, part: memoryview) -> bool:
     return True
 
 
-def open_block_files(cache: CacheConfig, identity: str, block_bytes: int, ranks: int = 1) -> BlockFiles | None:
-    """One rank's of the settings; None where they ask for none."""
+def open_block_files(
+    cache: CacheConfig, identity: Callable[[], str], block_bytes: int, ranks: int = 1
+) -> BlockFiles | None:
+    """One rank's of the settings; None where they ask for none: then nobody needs the identity, which takes reading."""
     if cache.disk_prefix_path is None:
         return None
     most = None if cache.disk_prefix_gib is None else int(cache.disk_prefix_gib * 2**30)
-    return BlockFiles(cache.disk_prefix_path, identity, block_bytes, most, ranks)
+    return BlockFiles(cache.disk_prefix_path, identity(), block_bytes, most, ranks)

@@ -336,6 +336,11 @@ class ParallelConfig:
         asked = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
         return " and ".join(asked) or "parallel.tensor=1"
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether one of the engines behind a server has several."""
+        return any(engine.ranks > 1 for engine in self.of_engines)
+
 
 _MOST_RANK = 512
 

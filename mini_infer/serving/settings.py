@@ -228,8 +228,8 @@ class ServerSettings:
     def keeps_engines(self) -> bool:
         """Whether another engine takes the place of one that ends: of several, or where it has ranks, any of which may
         fail, or on a Ray cluster, which may lose its machine."""
-        ranks = (engine.ranks for model in self.models for engine in model.engine.parallel.of_engines)
-        return self.num_engines > 1 or max(ranks) > 1 or self._on_ray
+        has_ranks = any(model.engine.parallel.has_ranks for model in self.models)
+        return self.num_engines > 1 or has_ranks or self._on_ray
 
     @property
     def places_engines(self) -> bool:

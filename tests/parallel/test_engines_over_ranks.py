@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import cells
 from integrity import check_scheduler
 
 from experiments.lab.judge.logit_gate import probe_logits
@@ -114,12 +115,12 @@ OFTEN = {
     "draft model": (FOUR,),
     "draft model, overlap, adaptive": (STAGES,),
 }
-CASES = [
-    pytest.param(name, layout, marks=() if layout in OFTEN.get(name, ()) else pytest.mark.soak)
-    for name, layout in product(TABLE, LAYOUTS)
-    # With a scale a token each rank rounds its own inputs by one of its own: docs/parallel.md.
-    if name != "fp8 weights, a scale an output" or layout == STAGES
-]
+# With a scale a token each rank rounds its own inputs by one of its own: docs/parallel.md.
+ROUNDED_BY_RANK = [("fp8 weights, a scale an output", layout) for layout in (TWO, FOUR)]
+CASES = cells(
+    (cell for cell in product(TABLE, LAYOUTS) if cell not in ROUNDED_BY_RANK),
+    [(name, layout) for name, layouts in OFTEN.items() for layout in layouts],
+)
 
 
 def together(*all_of: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import cells
 from integrity import check_scheduler
 from safetensors.torch import save_file
 from test_expert import FORMS, OVER_GROUPS, generated, one_process, together
@@ -282,7 +283,7 @@ def _often(name: str, layout: str) -> bool:
     return layout != EVERYTHING and ("swap" in name) == (layout == "2 ranks")
 
 
-CASES = [pytest.param(*cell, marks=() if _often(*cell) else pytest.mark.soak) for cell in product(MECHANISMS, LAYOUTS)]
+CASES = cells(product(MECHANISMS, LAYOUTS), [cell for cell in product(MECHANISMS, LAYOUTS) if _often(*cell)])
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -311,11 +312,9 @@ MIXTURES |= {
     f"Qwen3Moe, {scheme}": dummy("Qwen3Moe", **NARROW) | {"quantization": scheme, "quantization_group": 64}
     for scheme in ("w8a8", "w4a16", "fp8")
 }
-OFTEN = [("Qwen3Moe, w8a8", Dispatch.grouped)]
-SELDOM = [cell for cell in product(MIXTURES, FORMS) if cell not in OFTEN]
 
 
-@pytest.mark.parametrize(("name", "form"), [*OFTEN, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in SELDOM)])
+@pytest.mark.parametrize(("name", "form"), cells(product(MIXTURES, FORMS), [("Qwen3Moe, w8a8", Dispatch.grouped)]))
 @pytest.mark.usefixtures("plain_sampler")
 def test_batch_invariant_engines_agree_to_the_bit(make_engine: MakeEngine, name: str, form: Dispatch) -> None:
     pytest.importorskip("triton")

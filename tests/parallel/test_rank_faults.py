@@ -7,12 +7,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cells import cells
 from leftovers import nothing_left
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
@@ -112,21 +113,18 @@ def test_a_closed_engine_leaves_no_descriptor_open() -> None:
     assert shared_descriptors() == before
 
 
-def cells(of: Mapping[str, Sequence[int]], quick: Collection[tuple[str, int, str]]) -> list[Any]:
-    """Each of these ranks in each phase; all but the quick ones are run on demand."""
-    settings = {"tensor": TENSOR, "stages": STAGES, "both": BOTH}
-    found = [(name, rank, phase) for name, ranks_of in of.items() for rank in ranks_of for phase in PHASES]
-    return [
-        pytest.param(settings[cell[0]], *cell[1:], id="-".join(map(str, cell)), marks=marks)
-        for cell in found
-        for marks in [() if cell in quick else pytest.mark.soak]
-    ]
+LAYOUTS = {"tensor": TENSOR, "stages": STAGES, "both": BOTH}
+
+
+def each_of(of: Mapping[str, Sequence[int]]) -> list[tuple[str, int, str]]:
+    """These ranks of a layout, in each phase."""
+    return [(layout, rank, phase) for layout, ranks_of in of.items() for rank in ranks_of for phase in PHASES]
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rank", "phase"),
+    ("layout", "rank", "phase"),
     cells(
-        {"tensor": [1], "stages": [1], "both": [1, 2, 3]},
+        each_of({"tensor": [1], "stages": [1], "both": [1, 2, 3]}),
         {
             ("tensor", 1, "connect"),
             ("tensor", 1, "init"),
@@ -138,17 +136,15 @@ def cells(of: Mapping[str, Sequence[int]], quick: Collection[tuple[str, int, str
         },
     ),
 )
-def test_a_killed_rank_is_named(
-    make_engine: MakeEngine, signals: Signals, parallel: dict[str, int], rank: int, phase: str
-) -> None:
+def test_a_killed_rank_is_named(make_engine: MakeEngine, signals: Signals, layout: str, rank: int, phase: str) -> None:
     killed = pytest.raises(RankError, match=rf"^rank {rank} \(process \d+\) was killed by SIGKILL")
     signals.plan(rank, phase)
     with nothing_left():
         if phase in OF_A_START:
             with killed:
-                make_engine(parallel=parallel).generate("def f(", SHORT)  # who dies last is missed then
+                make_engine(parallel=LAYOUTS[layout]).generate("def f(", SHORT)  # who dies last is missed then
         else:
-            engine = make_engine(parallel=parallel)
+            engine = make_engine(parallel=LAYOUTS[layout])
             if phase == "idle":
                 engine.generate("def f(", SHORT)
                 os.kill(others(engine)[rank - 1].pid, signal.SIGKILL)
@@ -160,14 +156,14 @@ def test_a_killed_rank_is_named(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rank", "phase"),
+    ("layout", "rank", "phase"),
     cells(
-        {"tensor": [0], "stages": [0], "both": [0]},
+        each_of({"tensor": [0], "stages": [0], "both": [0]}),
         {("tensor", 0, "load"), ("stages", 0, "decode"), ("both", 0, "idle")},
     ),
 )
 def test_no_rank_outlives_the_process_of_rank_0(
-    make_engine: MakeEngine, signals: Signals, parallel: dict[str, int], rank: int, phase: str
+    make_engine: MakeEngine, signals: Signals, layout: str, rank: int, phase: str
 ) -> None:
     signals.plan(rank, phase)
     with nothing_left():
@@ -175,7 +171,7 @@ def test_no_rank_outlives_the_process_of_rank_0(
         if not parent:
             try:
                 gc.freeze()  # what is finalised here may wait for a thread that only the test's process has
-                make_engine(parallel=parallel).generate("def f(", SHORT)
+                make_engine(parallel=LAYOUTS[layout]).generate("def f(", SHORT)
                 signals.send("idle")
             finally:
                 os._exit(0)

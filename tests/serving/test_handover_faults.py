@@ -4,15 +4,14 @@ with one error, no block stays taken, and of those that have died and come back 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from cells import cells
 from roles import ROLES, Engines, with_engines
 from served import dry_config, until
 
@@ -104,23 +103,20 @@ def engines(folder: Path, way: str) -> Engines:
     return Engines(folder, replace(CONFIG, parallel={"connector": connector, "hand_over": "always"}), listens)
 
 
-def cells(quick: list[tuple[str, ...]], *of: Iterable[str]) -> list[Any]:
-    """All combinations, of which most run with -m soak."""
-    return [
-        pytest.param(*cell, marks=[] if cell in quick else pytest.mark.soak, id=" ".join(cell))
-        for cell in itertools.product(*of)
-    ]
+ALWAYS = [
+    ("memory", "prefill", "during"),
+    ("stream", "prefill", "after"),
+    ("stream", "decode", "before"),
+    ("tcp", "decode", "after"),
+]
 
 
-FIRST = [("memory", "prefill", "during"), ("stream", "prefill", "after"), ("stream", "decode", "before")]
-
-
-@pytest.mark.parametrize(("way", "victim", "phase"), cells([*FIRST, ("tcp", "decode", "after")], WAYS, ROLES, PHASES))
+@pytest.mark.parametrize(("way", "victim", "phase"), cells(product(WAYS, ROLES, PHASES), ALWAYS))
 def test_a_killed_engine_costs_no_answer(tmp_path: Path, way: str, victim: str, phase: str) -> None:
     with_engines(engines(tmp_path, way), lambda both: survives(both, victim, phase))
 
 
-@pytest.mark.parametrize(("way", "victim"), cells([("memory", "decode")], WAYS, ROLES))
+@pytest.mark.parametrize(("way", "victim"), cells(product(WAYS, ROLES), [("memory", "decode")]))
 def test_nothing_is_left_of_those_that_died(tmp_path: Path, way: str, victim: str) -> None:
     """Where they were met, in the middle of a transfer each."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from cells import cells
 from forking import forks
 from http_server import PLAIN, Server, http_client, running, wait_for
 from leftovers import nothing_left
@@ -41,7 +42,6 @@ VICTIMS = {
     "ranks": ("supervisor", "API process", "engine", "rank"),
     "replicas": ("supervisor", "API process", "engine"),
 }
-QUICK = [("ranks", "supervisor", "streaming")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,13 +85,15 @@ def wait_until_logged(server: Server, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "victim", "phase"),
-    [
-        pytest.param(*cell, id="-".join(cell), marks=() if cell in QUICK else pytest.mark.soak)
-        for kind, victims in VICTIMS.items()
-        for victim in victims
-        for phase in ("starting", "queued", "streaming")
-        for cell in [(kind, victim, phase)]
-    ],
+    cells(
+        (
+            (kind, victim, phase)
+            for kind, victims in VICTIMS.items()
+            for victim in victims
+            for phase in ("starting", "queued", "streaming")
+        ),
+        [("ranks", "supervisor", "streaming")],
+    ),
 )
 def test_a_process_that_is_killed(kind: str, victim: str, phase: str) -> None:
     flags = (*KINDS[kind], *ONE_AT_A_TIME, *MODEL, "--model", "tiny-draft")

@@ -168,7 +168,7 @@ class DryExecutor(Executor):
         self.tokenizer: Tokenizer = ByteTokenizer(dry.vocab_size)
         self.vocab_size, self.eos_token_ids = dry.vocab_size, tuple(self.tokenizer.eos_token_ids)
         self.overlap = scheduler.overlap is When.always
-        self.files = open_block_files(config.cache, repr((dry, block_size)), block_size * DRY_TOKEN_BYTES)
+        self.files = open_block_files(config.cache, lambda: repr((dry, block_size)), block_size * DRY_TOKEN_BYTES)
         shared = shared_memory(config.parallel, cpu)
         model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks, self.files, shared)
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())

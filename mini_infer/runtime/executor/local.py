@@ -40,7 +40,7 @@ class LocalExecutor(Executor):
         # The weights have taken their share, and steps will take theirs.
         self.limits = settle(worker.affordable_blocks(limits))
         self.kv_origin = partial(kv_origin, config, worker.target)
-        identity = kv_identity(config, worker.served, parallel.number)
+        identity = partial(kv_identity, config, worker.served, parallel.number)
         self.files = open_block_files(config.cache, identity, worker.block_bytes, parallel.num_ranks)
         if self.files is not None:
             own = str(self.files.folder)

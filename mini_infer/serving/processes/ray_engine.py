@@ -29,7 +29,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.gpus import engines_asked, needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
 from mini_infer.serving.processes.relay import Relay
-from mini_infer.transfer.address import connect_with, listen, new_key
+from mini_infer.transfer.address import connect_with, listen, new_key, reach
 
 try:
     import ray
@@ -123,7 +123,7 @@ class _Host:
             self._engine = engine = EngineProcess(self._config, self._max_queued, prompts_at=f"tcp://{here}")
             listener = listen(here)
             address: tuple[str, int] = listener.getsockname()[:2]
-            self._relay = Relay(listener, lambda: _connect(engine.socket_path), key)
+            self._relay = Relay(listener, lambda: reach(engine.socket_path), key)
             self._key = key
             return address
 
@@ -148,12 +148,6 @@ class _Host:
             self._relay.close()
             self._engine.stop(timeout)
         self._relay = self._engine = self._key = None
-
-
-def _connect(path: str) -> socket.socket:
-    near = socket.socket(socket.AF_UNIX)
-    near.connect(path)
-    return near
 
 
 def place(config: EngineConfig, max_queued: int) -> list[Any]:

@@ -234,5 +234,4 @@ class Supervisor:
 def _patience(model: ModelSettings) -> float:
     """Seconds without a sign of life after which an engine is ended. One with ranks says before which of them hangs."""
     parallel = model.engine.parallel
-    has_ranks = any(engine.ranks > 1 for engine in parallel.of_engines)
-    return model.hang_timeout + (parallel.timeout_s if has_ranks else 0.0)
+    return model.hang_timeout + (parallel.timeout_s if parallel.has_ranks else 0.0)
