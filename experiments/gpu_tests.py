@@ -32,7 +32,11 @@ def main(arguments: list[str]) -> int:
         chosen = ["-m", "gpu", "--continue-on-collection-errors"]
         command = ["pytest", *chosen, f"--junitxml={log}", "-o", "junit_family=xunit1", *arguments]
         environment = {**os.environ, "TEST_GPUS": str(torch.cuda.device_count())}
-        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment).returncode
+        with subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment) as tests:
+            try:
+                status = tests.wait()
+            except KeyboardInterrupt:  # which pytest has seen, too: it says what has failed until now
+                return tests.wait()
         text = summary(log, " ".join(["python -m experiments.gpu_tests", *arguments]))
     (ROOT / "reports" / "gpu_tests.md").write_text(text)
     return status

@@ -130,6 +130,7 @@ class Timer:
     calls: int
     captured: bool  # they are a CUDA graph
     on_gpu: bool
+    implementation: Implementation  # a graph reads memory that it owns
 
     def sample_us(self) -> float:
         """The median time of a call."""
@@ -153,12 +154,12 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
     calls = min(MAX_CALLS, max(copies, round(PASS_US / max(once_us, 0.1))))
     calls = max(1, calls // copies) * copies  # each set as often as every other
     if not on_gpu or not implementation.graph_safe:
-        return Timer(lambda: _calls(run, calls, copies), calls, False, on_gpu)
+        return Timer(lambda: _calls(run, calls, copies), calls, False, on_gpu, implementation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _calls(run, calls, copies)
     graph.replay()
-    return Timer(graph.replay, calls, True, on_gpu)
+    return Timer(graph.replay, calls, True, on_gpu, implementation)
 
 
 def _calls(run: Callable[[int], object], count: int, copies: int) -> None:
