@@ -251,14 +251,16 @@ def quick_gates(monkeypatch) -> None:
     monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
     monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
-    monkeypatch.setattr(logit_gate, "measure", _logits_once)
+    monkeypatch.setattr(logit_gate, "expect", partial(_once, EXPECT))
+    monkeypatch.setattr(logit_gate, "measure", partial(_once, LOGITS))
     monkeypatch.setattr(logit_gate, "PROMPTS", (7, 40))
     monkeypatch.setattr(logit_gate, "STEPS", 3)
 
 
-PROBES, GATE, LOGITS = exact_gate.probes, exact_gate.ExactGate._gate, logit_gate.measure
+PROBES, GATE = exact_gate.probes, exact_gate.ExactGate._gate
+EXPECT, LOGITS = logit_gate.expect, logit_gate.measure
 GATES: list = []  # what was asked, and the gate
-ERRORS: list = []
+KNOWN: list = []  # what was asked, and the answer
 
 
 def _few(probes):
@@ -273,10 +275,10 @@ def _gate_once(self, cell, *asked):
     return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
 
 
-def _logits_once(*config):
-    if all(known != config for known, _ in ERRORS):
-        ERRORS.append((config, LOGITS(*config)))
-    return next(error for known, error in ERRORS if known == config)
+def _once(function, *asked):
+    if all(known != (function, asked) for known, _ in KNOWN):
+        KNOWN.append(((function, asked), function(*asked)))
+    return next(answer for known, answer in KNOWN if known == (function, asked))
 
 
 @pytest.mark.parametrize(

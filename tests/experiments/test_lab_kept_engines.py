@@ -86,6 +86,21 @@ def test_while_peers_load_engines_start_and_are_warmed_up(build, calls, monkeypa
     assert {row.value for row in found.rows if row.metric == "prefix_hit_rate"} == {0.0}
 
 
+@pytest.mark.parametrize(
+    ("settings", "untimed"),
+    [
+        ({}, True),
+        ({"speculation": DRAFTS}, False),
+        ({"parallel": {"tensor": 2}}, False),
+        ({"parallel": {"tensor": 2, "all_reduce": "library"}}, True),
+        ({"parallel": {"pipeline": 2}}, True),
+    ],
+)
+def test_what_times_its_own_steps_or_sums_starts_alone(settings, untimed):
+    cell = SimpleNamespace(kind=Kind.engine, engine=EngineConfig.from_dict({"model": {"path": "dry"}, **settings}))
+    assert cells.starts_untimed(cell) == untimed
+
+
 def test_an_engine_that_was_warm_is_warmed_up_briefly():
     asked = []
     subject = SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0))

@@ -102,12 +102,14 @@ def test_fp32_against_itself_has_no_error():
 
 
 def test_bf16_is_near_and_variants_alike_are_computed_once(monkeypatch):
-    real, calls = logit_gate.measure, []
-    monkeypatch.setattr(logit_gate, "measure", lambda small, most: (calls.append(small), real(small, most))[1])
+    calls = []
+    for name in ("expect", "measure"):
+        real = getattr(logit_gate, name)
+        monkeypatch.setattr(logit_gate, name, lambda *of, name=name, real=real: (calls.append(name), real(*of))[1])
     same = config(scheduler={"max_num_seqs": 7})
     other = config(scheduler={"max_num_batched_tokens": 16, "max_num_seqs": 7})
     found = logit_gate.gates({"base": config(), "same": same, "chunks": other}, 0.02)
-    assert len(calls) == 2
+    assert calls == ["expect", "measure", "measure"], "chunks need no reference of their own"
     assert [gate.variant for gate in found] == ["base", "same", "chunks"]
     assert all(1e-4 < gate.error < 0.02 and gate.passed for gate in found)
     assert found[0].error == found[1].error

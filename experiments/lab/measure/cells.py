@@ -22,7 +22,7 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads import Inputs, Item, Workload
-from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.config import AllReduce, EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
 
@@ -93,9 +93,11 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
 
 
 def starts_untimed(cell: Cell) -> bool:
-    """Whether others may load beside it while it starts: an engine of ours with drafts, or with several ranks, takes
-    the time of its own steps or sums then."""
-    return not cell.kind.can.ours or (not cell.engine.speculation.most and cell.engine.parallel.ranks == 1)
+    """Whether others may load beside it while it starts: an engine of ours with drafts takes the time of its own steps
+    then, and one that chooses how ranks add up that of sums."""
+    parallel = cell.engine.parallel
+    chooses = parallel.tensor > 1 and parallel.all_reduce is AllReduce.auto
+    return not cell.kind.can.ours or not (cell.engine.speculation.most or chooses)
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:
