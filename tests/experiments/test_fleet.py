@@ -41,7 +41,7 @@ def test_half_of_the_replicas_down_break_streams_and_promises(values):
 
 
 def test_routers_that_know_less_of_each_other_find_less(values):
-    """Many beginnings over few replicas: routers that share requests out by them, or know where they went, find more."""
+    """Many beginnings over few replicas: who shares requests out by them, or knows where they went, finds more."""
     many = {"replicas": 8, "prefixes": 20, "load": 0.5}
     hits = {
         name: values(**many, **how)["hit_rate"]
