@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from experiments.lab import axes, points, schema, variants
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import formulas, logit_gate, prediction
+from experiments.lab.judge import formulas, logit_gate, prediction, validity
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
@@ -64,15 +64,22 @@ class Ablation(Experiment):
         )
         self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
+        self._tried = spec.search.points(schema.workload(config))  # that a search may visit
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
         self._gate_at = self._named("gate_at") or self._grid
-        self._cells = {cell.key: cell for cell in self._made(config, labels)}
+        made = list(self._made(config, labels))
+        # Where the baseline itself drafts on random tokens, that was asked for: its passes say that they do not count.
+        sound = {cell.variant for cell in made if not cells.drafts_on_made_up_prompts(cell)}
+        of_nothing = [name for name in labels if name not in sound] if spec.baseline in sound else []
+        self._notes = [f"{labels.pop(name)} is left out: {validity.OF_NOTHING}." for name in of_nothing]
+        self.spec = spec = spec.without(of_nothing)
+        self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
         if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
             raise ConfigError(variants.NO_ADDRESS)
         # Of the points that a search may visit it knows in the end which they were.
-        self.points = [*self._grid, *spec.search.points, *spec.search.result]
+        self.points = [*self._grid, *self._tried, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
         self.variants = {name: _label(label, synthetic=name in synthetic) for name, label in labels.items()}
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
@@ -99,7 +106,7 @@ class Ablation(Experiment):
     def _made(self, config: DictConfig, names: Iterable[str]) -> Iterator[Cell]:
         asked = schema.of_points(config)
         known = dict[tuple[str, str], tuple[Kind, EngineConfig]]()  # most points change the workload alone
-        for point in [*self._grid, *self.spec.search.points]:
+        for point in [*self._grid, *self._tried]:
             at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             of_engine = repr(schema.plain(at_point.engine))
@@ -154,7 +161,7 @@ class Ablation(Experiment):
             error_gates = self._logit_gates(steps) if gated else []
             exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
-            searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
+            searches = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (
                     f"repeat {repeat + 1} of {len(repeats)}" + (f" at {point.name}" if point.name else ""),
@@ -171,9 +178,10 @@ class Ablation(Experiment):
             status, error = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
-        not_visited = {point.name for point in spec.search.points} - searches.visited
+        not_visited = {point.name for point in self._tried} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, predictions, self.variants)]
+        notes = [*self._notes, *sources, *ledger.notes, *session.notes]
+        notes += prediction.remarks(rows, predictions, self.variants)
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(

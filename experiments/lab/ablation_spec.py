@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +69,12 @@ class AblationSpec(ExperimentSpec):
                 "the metric peak_memory_mib counts all engines that live: with experiment.keep_engines=true it is "
                 "nobody's own. Leave one of the two out"
             )
+
+    def without(self, dropped: Collection[str]) -> AblationSpec:
+        """With the other variants alone, and the claims that name none of those."""
+        variants = {name: changes for name, changes in self.variants.items() if name not in dropped}
+        claims = tuple(claim for claim in self.claims if claim.variant not in dropped and claim.to not in dropped)
+        return replace(self, variants=variants, claims=claims)
 
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine

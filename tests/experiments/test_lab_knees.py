@@ -11,6 +11,7 @@ from experiments.lab.judge.claims import Bound, Claim, Verdict
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.judge.stats import Kept
 from experiments.lab.show import wording
+from experiments.lab.show.answer import answer
 from experiments.lab.show.compare import compare
 from experiments.lab.show.grids import Sheet
 from experiments.lab.store import result as store
@@ -91,6 +92,22 @@ def test_a_ratio_is_as_open_as_the_rates_leave_it_and_there_is_none_to_a_knee_ou
 def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdict):
     claim = Claim("slo_rate_rps", "base", "search", bound, value)
     assert searched(planted, planted, claims=(claim,)).judgements[0].verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "told"),
+    [
+        ([15] * 3, [99] * 3, "Best in requests/s within the SLO: new ("),
+        ([5] * 3, [25] * 3, "Best in requests/s within the SLO: new ("),
+        ([99] * 3, [99] * 3, "No difference is shown in requests/s within the SLO: "),
+        ([25, 30, 35], [25, 99, 99], "No difference is shown in requests/s within the SLO: "),
+        ([25, 30, 35], [25, 30, 35], "No difference is shown in requests/s within the SLO: "),
+        ([99], [25], "Requests/s within the SLO: "),  # of one repeat nobody knows
+    ],
+)
+def test_the_best_setting_is_the_first_word_where_it_is_shown(base, new, told):
+    result = searched(base, new, metrics={name: METRICS[name] for name in ("slo_rate_rps", "slo_share")})
+    assert answer(result).replace(made_up.VARIANTS["new"], "new").startswith(told)
 
 
 def test_a_ratio_that_is_claimed_says_why_there_is_none():

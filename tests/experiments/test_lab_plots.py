@@ -95,6 +95,18 @@ def test_a_legend_of_long_names_stays_inside_the_figure():
     assert len(legend.get_texts()) == 6 + 1  # and the bound of a claim
 
 
+def test_a_curve_leaves_out_what_a_search_tried_and_its_points_are_told_by_what_they_differ_in():
+    given = result()
+    loop = {name: {"workload.arrivals": "closed", **at} for name, at in given.info.points.items()}
+    tried = {"search at 9/s": {"workload.arrivals": "poisson", "workload.rate_per_s": 9}, "search": {}}
+    rows = [replace(row, point="search at 9/s") for row in given.rows if row.point == "concurrency=8"]
+    given = replace(given, info=replace(given.info, points={**loop, **tried}), rows=(*given.rows, *rows))
+    (ax,) = axes_of([PanelSpec("ttft_p50_ms", PanelKind.curve, x="output_tokens_per_s")], given)
+    curves = [container.lines[0].get_xdata() for container in ax.containers]
+    assert [len(x) for x in curves] == [2, 2]
+    assert texts(ax) == ["1", "8"]
+
+
 def test_what_is_invalid_or_missing_is_said():
     given = result()
     bad = [row for row in given.rows if (row.variant, row.point) != ("new", "concurrency=8")]

@@ -1,16 +1,22 @@
 """The search for the highest rate that keeps the SLO: where it ends, what it stores, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 from small_runs import measured, probe
 
 from experiments.lab.judge import formulas, validity
+from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rate_search import OUTSIDE, RateSearch
+from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.workloads.random import Fixed, MultiTurn
+from experiments.lab.workloads.text import Text
 from mini_infer.core.errors import ConfigError
 
 SEARCH = {"low_per_s": 100, "high_per_s": 1600, "steps": 2, "at": {"workload.arrivals": "poisson"}}
+OUTSIDE = "not shown: there is no knee from 100 to 1600 requests/s"
 LOAD = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=3"]
 
 
@@ -40,7 +46,21 @@ def found(findings):
 def test_rates_rise_by_one_factor():
     assert RateSearch(2, 32, steps=2).rates == [2, 8, 32]
     assert RateSearch(1, 64, steps=3).rates == [1, 2, 4, 8, 16, 32, 64]
-    assert RateSearch().rates == RateSearch().points == []
+    assert RateSearch(1, 4, steps=2, doublings=2).rates == [1, 2, 4, 8, 16]
+    assert RateSearch(1, 64, steps=4, doublings=1).rates[14:] == [64, 86.14, 115.9, 156.0]  # 3 steps to a doubling
+    assert RateSearch().rates == RateSearch().points(Fixed()) == []
+
+
+def test_requests_are_more_where_a_rate_takes_more_for_its_seconds():
+    search = RateSearch(1, 4, steps=2, seconds=10)
+    assert counts(search, Fixed()) == [16, 20, 40]
+    assert counts(replace(search, at={"workload.count": 30}), Fixed()) == [30, 30, 40]
+    assert counts(replace(search, seconds=100), Text()) == [100, Text.most, Text.most]
+    assert counts(search, MultiTurn()) == [None] * 3  # which has no count
+
+
+def counts(search, load):
+    return [point.values.get("workload.count") for point in search.points(load)]
 
 
 def test_where_all_is_kept_the_knee_is_not_shown(build):
@@ -61,15 +81,25 @@ def test_where_nothing_is_kept_there_is_no_rate(build):
     assert "engine, search 2: 0 % of the requests kept the SLO at 100/s, the end of the range." in findings.notes
 
 
-def test_two_rates_enclose_the_answer(build, monkeypatch):
-    real = Session.alone
+@pytest.fixture
+def planted(monkeypatch):
+    """`change(row, rate)` is what becomes of the fields of each row of a pass; the rates of the passes, in order."""
+    real, passes = Session.alone, []
 
-    def alone(self, cell, inputs, repeat, again):
-        rows = real(self, cell, inputs, repeat, again)
-        kept = 0.95 if cell.workload.rate_per_s < 1000 else 0.5
-        return [type(row)(**{**vars(row), "value": kept}) for row in rows]
+    def plant(change):
+        def alone(self, cell, inputs, repeat, planned=True):
+            passes.append(cell.workload.rate_per_s)
+            rows = real(self, cell, inputs, repeat, planned)
+            return [replace(row, **change(passes[-1])) for row in rows]
 
-    monkeypatch.setattr(Session, "alone", alone)
+        monkeypatch.setattr(Session, "alone", alone)
+        return passes
+
+    return plant
+
+
+def test_two_rates_enclose_the_answer(build, planted):
+    planted(lambda rate: {"value": 0.95 if rate < 1000 else 0.5})
     findings = measured(build())
     assert found(findings) == [(400.0, "")] * 2
     told = (
@@ -78,15 +108,49 @@ def test_two_rates_enclose_the_answer(build, monkeypatch):
     assert told in findings.notes
 
 
-def test_a_pass_that_does_not_count_ends_the_search(build, monkeypatch):
-    real = Session.alone
+@pytest.mark.parametrize(
+    ("knee", "passes", "answer"),
+    [
+        (300, [200, 400], (200.0, "")),
+        (700, [200, 400, 800], (400.0, "")),
+        (1000, [200, 400, 800, 1600], (800.0, "")),
+        (9999, [200, 400, 800, 1600], (0.0, OUTSIDE)),
+    ],
+)
+def test_where_all_is_kept_the_range_is_doubled_until_there_is_a_knee(build, planted, knee, passes, answer):
+    made = planted(lambda rate: {"value": 1.0 if rate < knee else 0.0})
+    search = {**SEARCH, "high_per_s": 400, "doublings": 2}
+    findings = measured(build(search=search))
+    assert found(findings) == [answer] * 2
+    assert made == passes * 2
+    end = "engine, search 1: 100 % of the requests kept the SLO at 1600/s, the end of the range, 2 doublings above it."
+    assert (end in findings.notes) == (knee > 1600)
 
-    def alone(self, cell, inputs, repeat, again):
-        rows = real(self, cell, inputs, repeat, again)
-        return [type(row)(**{**vars(row), "valid": False, "reason": "planted"}) for row in rows]
 
-    monkeypatch.setattr(Session, "alone", alone)
+def test_a_pass_that_does_not_count_ends_the_search_and_is_not_made_again(build, planted):
+    made = planted(lambda rate: {"valid": False, "reason": "planted"})
     assert found(measured(build())) == [(0.0, "the pass at 400/s does not count: planted")] * 2
+    assert made == [400, 400]  # one a repeat
+
+
+def test_a_pass_is_made_again_where_the_machine_changed_its_speed(build, monkeypatch):
+    drifts = iter([Drift()] * 2 + [Drift(host=0.2)] * 2 + [Drift()] * 99)  # the first ones of what is not searched
+    monkeypatch.setattr(Watch, "after", lambda *_: next(drifts))
+    findings = measured(build(slo={"ttft_ms": 1e-6}))
+    tried = [row.valid for row in findings.rows if (row.point, row.repeat) == ("search at 400/s", 0)]
+    assert tried == [False, False, True]
+    assert found(findings) == [(0.0, OUTSIDE)] * 2
+
+
+def test_drafts_on_made_up_prompts_are_left_out_before_anything_runs(build):
+    claims = [{"metric": "slo_share", "variant": v, "at_least": 0.1} for v in ("engine", "ngram")]
+    two = {"engine": {}, "ngram": {"label": "n-grams", "speculation": {"method": "ngram"}}}
+    experiment = build(variants=two, search={}, metrics=["slo_share"], claims=claims)
+    assert (list(experiment.variants), [claim.variant for claim in experiment.claims]) == (["engine"], ["engine"])
+    (note,) = (note for note in measured(experiment).notes if note.startswith("n-grams is left out: drafts"))
+    assert "workload=text" in note
+    asked = measured(build(variants={"engine": {"speculation": {"method": "ngram"}}}, search={}, metrics=["slo_share"]))
+    assert {row.reason.partition(",")[0] for row in asked.rows} == {"drafts are verified on random tokens"}
 
 
 def test_it_can_be_claimed(build):

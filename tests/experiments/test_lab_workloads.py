@@ -21,7 +21,7 @@ from experiments.lab.workloads import (
     prompt_lengths,
 )
 from experiments.lab.workloads import text as text_workload
-from experiments.lab.workloads.base import gamma_times
+from experiments.lab.workloads.base import OPEN_LOOP_WARMUP, gamma_times
 from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
@@ -266,6 +266,10 @@ def test_text_prompts_are_held_out_code_of_unequal_lengths():
     assert "def " in vocabulary.decode(inputs.measured[0].prompt)
     assert len({*starts(inputs.measured), *starts(inputs.warmup)}) == len(inputs.measured) + len(inputs.warmup)
     assert load.make(vocabulary, seed=0) == inputs
+    assert (
+        len(dataclasses.replace(load, count=Text.most, warmup=OPEN_LOOP_WARMUP).make(vocabulary, seed=2).measured)
+        == Text.most
+    )
 
 
 def test_texts_with_one_beginning_are_used_once(monkeypatch):

@@ -42,6 +42,12 @@ class Estimate:
             return 0
         return 1 if self.low > 1 else -1 if self.high < 1 else 0
 
+    def apart_from(self, other: Estimate) -> bool:
+        """Whether the two intervals have no more than an end in common."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return False
+        return max(self.low, other.low) >= min(self.high, other.high)
+
 
 class Kept(float):
     """The highest rate at which a search saw its promise kept, 0 where even the lowest rate missed it. The knee lies

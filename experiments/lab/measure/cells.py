@@ -101,7 +101,7 @@ def starts_untimed(cell: Cell) -> bool:
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:
-    """Whether drafts are really verified, and that on random tokens."""
+    """Whether drafts are to be really verified, and that on random tokens: by the config, before anything runs."""
     methods = (SpeculationMethod.none, SpeculationMethod.synthetic)
     return cell.engine.speculation.method not in methods and cell.workload.kind not in OF_WORDS
 

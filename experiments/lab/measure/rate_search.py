@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.lab.check import Checked, FromZero, Positive, PositiveShare
+from experiments.lab.check import Checked, FromZero, Natural, Positive, PositiveShare
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS
 from experiments.lab.points import Point
 from experiments.lab.spec import IN_TIME, RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
-from experiments.lab.workloads import Inputs
+from experiments.lab.workloads import Inputs, Workload
+from experiments.lab.workloads.base import Counted
 from mini_infer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
 MOST_STEPS = 8
-OUTSIDE = f"{NOT_SHOWN}the knee lies outside of the range"  # the notes say on which side, and so do the passes
-ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, say
+COUNT = "workload.count"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class RateSearch(Checked, section="experiment.search"):
     share: PositiveShare = IN_TIME  # of the requests, which must keep every bound of experiment.slo
     # Passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
     steps: int = 4
+    # Where even high_per_s is kept, the range goes on by the same factor, a doubling at a time, so often at most.
+    doublings: Natural = 0
     # Requests of each rate come for so long at least: workload.count is raised for it. 0: it is as it is.
     seconds: FromZero = 0.0
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
@@ -52,19 +54,42 @@ class RateSearch(Checked, section="experiment.search"):
 
     @property
     def rates(self) -> list[float]:
-        """Rounded, so that they can be named; empty where nothing is searched."""
-        if self.low_per_s is None or self.high_per_s is None:
+        """Rounded, so that they can be named, with those above high_per_s; empty where nothing is searched."""
+        if self.low_per_s is None:
             return []
-        last = 2**self.steps - 2
-        spread = self.high_per_s / self.low_per_s
-        return [float(f"{self.low_per_s * spread ** (index / last):.4g}") for index in range(last + 1)]
+        every = range(self.own + self.doublings * self.doubling)
+        return [float(f"{self.low_per_s * 2 ** (index * self._octaves):.4g}") for index in every]
 
     @property
-    def points(self) -> list[Point]:
+    def own(self) -> int:
+        """So many of the rates, the first ones, are in the range."""
+        return 2**self.steps - 1
+
+    @property
+    def doubling(self) -> int:
+        """The least number of steps from rate to rate that together double it."""
+        return math.ceil(1 / self._octaves - 1e-9)
+
+    @property
+    def _octaves(self) -> float:
+        """From a rate to the next one."""
+        assert self.low_per_s is not None
+        assert self.high_per_s is not None
+        return math.log2(self.high_per_s / self.low_per_s) / (self.own - 1)
+
+    @property
+    def outside(self) -> str:
+        """Why a row has no value; the notes say on which side the knee lies, and so do the passes."""
+        return f"{NOT_SHOWN}there is no knee from {self.rates[0]:g} to {self.rates[-1]:g} requests/s"
+
+    def points(self, load: Workload) -> list[Point]:
         """One a rate."""
 
         def lasting(rate: float) -> dict[str, int]:
-            return {"workload.count": math.ceil(rate * self.seconds)} if self.seconds else {}
+            if not self.seconds or not isinstance(load, Counted):
+                return {}
+            wanted = math.ceil(rate * self.seconds)
+            return {COUNT: max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))}
 
         return [Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **lasting(rate)}) for rate in self.rates]
 
@@ -75,18 +100,22 @@ class RateSearch(Checked, section="experiment.search"):
 
 
 class Undecided(Exception):
-    """A pass does not count, so that nobody knows where to go on."""
+    """A pass does not count, so that nobody knows where to go on. Only where the machine changed its speed is it made
+    again, as every pass is."""
 
 
 class Searches:
     """The searches of a run: one a variant and repeat. `visited` are the names of the points that were measured."""
 
-    def __init__(self, session: Session, settings: RateSearch, inputs: Callable[[Point], Inputs]) -> None:
+    def __init__(
+        self, session: Session, settings: RateSearch, points: Sequence[Point], inputs: Callable[[Point], Inputs]
+    ) -> None:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.visited: set[str] = set()
         self._session = session
         self._settings = settings
+        self._points = points  # of the settings
         self._inputs = inputs
 
     def round(self, repeat: int) -> None:
@@ -94,51 +123,55 @@ class Searches:
             self._search(variant, repeat)
 
     def _search(self, variant: str, repeat: int) -> None:
-        session, settings, points = self._session, self._settings, self._settings.points
+        session, settings, points, rates = self._session, self._settings, self._points, self._settings.rates
         shares: dict[int, float] = {}
         bursts: set[float] = set()
 
         def meets(index: int) -> bool:
             point = points[index]
             self.visited.add(point.name)
-            why = ""
-            for _ in range(ATTEMPTS):
-                rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, why)
-                kept = next(row for row in reversed(rows) if row.metric == KEPT)
-                why = kept.reason
-                if kept.valid:
-                    break
-            else:
-                raise Undecided(f"the pass at {settings.rates[index]:g}/s does not count: {why}")
+            beyond = index >= settings.own
+            rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, planned=not beyond)
+            kept = next(row for row in reversed(rows) if row.metric == KEPT)
+            if not kept.valid:
+                raise Undecided(f"the pass at {rates[index]:g}/s does not count: {kept.reason}")
             shares[index] = kept.value
-            if any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
-                bursts.add(settings.rates[index])
-            return kept.value >= settings.share
+            met = kept.value >= settings.share
+            if met and any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
+                bursts.add(rates[index])  # where requests had to wait, a queue has formed
+            return met
 
-        rates = settings.rates
+        def highest(first: int, end: int) -> int:
+            """Of the rates from `first` to `end`, or the one before them."""
+            return first + bisect_left(range(first, end), True, key=lambda index: not meets(index)) - 1
+
         try:
-            found = bisect_left(range(len(points)), True, key=lambda index: not meets(index)) - 1
+            end = settings.own
+            found = highest(0, end)
+            while found == end - 1 and end < len(rates):
+                found, end = highest(end, end + settings.doubling), end + settings.doubling
         except Undecided as why:
             value, reason = 0.0, str(why)
         else:
             inside = 0 <= found < len(rates) - 1
-            value, reason = (rates[found], "") if inside else (0.0, OUTSIDE)
+            value, reason = (rates[found], "") if inside else (0.0, settings.outside)
             self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         if bursts:
             label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))
             self.notes.append(
-                f"{label}, search {repeat + 1}: the requests at {listed}/s were a burst, over before a queue could "
-                "form. Raise workload.count or experiment.search.seconds."
+                f"{label}, search {repeat + 1}: the requests at {listed}/s had all come before a queue could form. "
+                "Raise workload.count or experiment.search.seconds."
             )
         unit = formulas.describe(FOUND).unit
         (at,) = settings.result
         self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))
 
     def _bracket(self, found: int, shares: Mapping[int, float]) -> str:
-        rates = self._settings.rates
+        rates, doublings = self._settings.rates, self._settings.doublings
         told = [
             f"{100 * shares[index]:.0f} % of the requests kept the SLO at {rates[index]:g}/s"
             for index in (found, found + 1)
             if 0 <= index < len(rates)
         ]
-        return " and ".join(told) + (", the end of the range" if len(told) == 1 else "")
+        widened = f", {doublings} doublings above it" if doublings and found == len(rates) - 1 else ""
+        return " and ".join(told) + (f", the end of the range{widened}" if len(told) == 1 else "")

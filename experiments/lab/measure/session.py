@@ -144,12 +144,12 @@ class Session:
         left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
-    def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
-        """One variant at one point, once: its rows, repeated attempts first. `again`: why it is measured once more."""
-        if again:
-            self._steps.note(f"again, because {again}")
-        else:
+    def alone(self, cell: Cell, inputs: Inputs, repeat: int, planned: bool = True) -> list[Row]:
+        """One variant at one point, once: its rows, repeated attempts first. `planned`: among the steps to be made."""
+        if planned:
             self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+        else:
+            self._steps.note(f"{self.labels[cell.variant]}, beyond the range, {cell.point.name}")
         self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
         return self.ledger.rounds[-1].rows
 

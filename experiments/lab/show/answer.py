@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from experiments.lab.judge import marks, pairs, stats
+from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, verdicts, wording
 from experiments.lab.show.effects import Effect
@@ -176,7 +177,8 @@ def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
 
 
 def _without_claims(result: Result) -> str:
-    """The first metric at the last point that has it, and the best variant there, if told from the next one."""
+    """Of the first metric at the last point that has it: the best variant, if told from the next one, and what each
+    has. A knee outside of the searched range has no ratio, and is told by its interval."""
     info = result.info
     for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
         if effects.is_scheduled(name, at, info):
@@ -184,16 +186,20 @@ def _without_claims(result: Result) -> str:
         found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
         if not found:
             continue
-        shown = ", ".join(f"{info.variants[v]} {wording.interval(each)}" for v, each in found.items())
-        text = f"{f'{wording.point(at)}: ' if at else ''}{wording.short(name, info)} {shown}."
+        what = wording.titled(wording.short(name, info), "" if name == FOUND else at)
+        each = "; ".join(f"{info.variants[v]} {wording.interval(own)}" for v, own in found.items())
+        if len(found) == 1 or any(own.low is None for own in found.values()):
+            return f"{_capital(what)}: {each}."
         higher = info.metrics[name].better is Better.higher
-        first, second, *_ = [*sorted(found, key=lambda v: found[v].median, reverse=higher), "", ""]
+        first, second, *_ = sorted(found, key=lambda v: found[v].median, reverse=higher)
+        best, other = info.variants[first], info.variants[second]
         ratio = stats.ratio(*(result.table.values(v, at, name) for v in (first, second)))
-        if ratio is None or ratio.low is None:
-            return text
-        if not ratio.told:
-            return f"{text} {_capital(info.variants[first])} and {info.variants[second]} cannot be told apart."
-        return f"{text} Best: {info.variants[first]}, {wording.interval(ratio, 'x')} of {info.variants[second]}."
+        if ratio is None and found[first].apart_from(found[second]):
+            return f"Best in {what}: {best} ({each})."
+        if ratio is not None and ratio.told:
+            return f"Best in {what}: {best}, {wording.interval(ratio, 'x')} of {other} ({each})."
+        between = f" between {best} and {other}" if len(found) > 2 else ""
+        return f"No difference is shown{between} in {what}: {each}."
     return "There is no answer: no valid measurement."
 
 

@@ -220,6 +220,8 @@ class Arriving(Workload):
 class Counted(Arriving):
     """One whose requests are counted by a setting."""
 
+    most: ClassVar[int | None] = None  # requests that can differ from each other; None: as many as are asked for
+
     count: Count = 16
 
     @property

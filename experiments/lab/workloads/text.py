@@ -19,6 +19,7 @@ class Text(Counted):
     tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
 
     kind: ClassVar[str] = "text"
+    most: ClassVar[int | None] = 180  # of the lengths below, beside a warm-up
 
     min_prompt_tokens: Count = 32
     max_prompt_tokens: Count = 160

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
+from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
@@ -62,8 +63,10 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
 
 
 def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
-    """One curve a variant through its points: one metric over another, such as latency over the rate reached."""
+    """One curve a variant through its points: one metric over another, such as latency over the rate reached. Passes
+    of a search are no such points: what comes out there is what was offered."""
     assert panel.x is not None
+    result = _without_searches(result, panel.metric)
     table, info = result.table, result.info
     measured = {
         variant: [
@@ -98,6 +101,18 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         frame.from_zero(ax.xaxis, ax, True, 5)
     ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[panel.x], 44), fontsize=9)
     return drawn
+
+
+def _without_searches(result: Result, metric: str) -> Result:
+    """Where a search has made points: the others that have the metric, with the settings that tell them apart."""
+    info = result.info
+    others = {name: at for name, at in info.points.items() if not name.startswith(PASS)}
+    if len(others) == len(info.points):
+        return result
+    kept = {name: at for name, at in others.items() if any(result.table.values(v, name, metric) for v in info.variants)}
+    own = {name: {k: v for k, v in at.items() if any(v != other.get(k) for other in kept.values())}
+           for name, at in kept.items()}  # fmt: skip
+    return replace(result, info=replace(info, points=own))
 
 
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
