@@ -46,12 +46,6 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
     """
     settings = schema.build(schema.Measure, config.measure, "measure")
     notes = []
-    if settings.repeats > 1 and settings.repeats % 2:
-        OmegaConf.update(config, "measure.repeats", settings.repeats + 1)
-        notes.append(
-            f"measure.repeats={settings.repeats} was rounded up to {settings.repeats + 1}: variants take turns in ABBA "
-            "order, which an odd number does not balance."
-        )
     peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
     for key, what, count in (
