@@ -8,11 +8,12 @@ import pytest
 from made_up import METRICS, engine_steps, equal, requests, result
 from matplotlib.colors import to_hex
 
+from experiments.lab import schema
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, expert_rows
-from experiments.lab.show import effects
+from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -155,6 +156,28 @@ def test_goodput_past_the_knee_stands_beside_what_was_offered():
     )
     assert "goodput" in names(served())
     assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
+
+
+@pytest.mark.parametrize("scale", ["tiny", "7b"])
+def test_rates_with_numbers_of_requests_of_their_own_are_one_curve(compose_config, scale):
+    """On a CPU one rate has its own, on a GPU all that the search tries."""
+    config = compose_config("experiment=serving", f"scale={scale}")
+    points = {point.name: dict(point.values) for point in schema.experiment_class(config).from_config(config).points}
+    offered = {name: s["workload.rate_per_s"] for name, s in points.items() if "workload.rate_per_s" in s}
+    knee = sorted(offered.values())[len(offered) // 2]
+    found = []
+    for n, (name, rate) in enumerate(offered.items()):  # the search of each variant goes its own way
+        both = ("base", "new") if n % 2 else ("base",)
+        found += rows({v: min(rate, knee) for v in both}, "goodput_rps", name)
+        found += rows({v: min(1, knee / rate) for v in both}, "slo_share", name)
+    given = result(metrics=served().info.metrics, points=points, rows=found, claims=(), gates=[], plots=())
+    (ax,) = load.goodput(load.goodput_of(given)).axes
+    _, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
+    assert list(own.get_xdata()) == sorted(offered.values())
+    of_new = max(rate for rate in list(offered.values())[1::2] if rate <= knee)
+    told = ax.get_title().split(";")
+    assert told[0].endswith(f" {wording.number(knee)} requests/s")
+    assert told[1].endswith(f" {wording.number(of_new)} requests/s")
 
 
 def test_throughput_against_latency_is_a_curve_of_those_in_flight():

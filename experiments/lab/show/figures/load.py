@@ -3,7 +3,7 @@ long requests and tokens waited, as the share that took longer than the time on 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +20,8 @@ from experiments.lab.show.figures.frame import INK, line_style
 from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
-IN_FLIGHT = ("workload.concurrency", "workload.count")
+COUNT = "workload.count"
+IN_FLIGHT = ("workload.concurrency", COUNT)
 SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
@@ -76,8 +77,11 @@ def _knee(result: Result) -> str:
     for variant, label in result.info.variants.items():
         last = None
         for point, settings in result.info.points.items():
-            reached = result.estimate(variant, point, GOODPUT)
-            if reached is None or reached.median < share * settings[RATE]:
+            asked = (knees.KEPT, 1.0), (GOODPUT, settings[RATE])  # the latter with the tail of a pass
+            kept = [own.median / most for name, most in asked if (own := result.estimate(variant, point, name))]
+            if not kept:  # each variant's search has its own rates
+                continue
+            if kept[0] < share:
                 break
             last = settings[RATE]
         where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
@@ -86,14 +90,15 @@ def _knee(result: Result) -> str:
 
 
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
-    """The points that differ in `key` alone, a number, and where some variant has valid values of all metrics."""
-    info, found = result.info, {}
+    """The most points that differ in `key` alone, a number, and where some variant has valid values of all metrics. How
+    many requests there are belongs to it: more of them come at a higher rate, or with more in flight."""
+    info, alike = result.info, defaultdict[str, dict[str, dict[str, Any]]](dict)
     for name, settings in info.points.items():
         values = ([result.table.values(v, name, metric) for metric in metrics] for v in info.variants)
         if lines.is_number(settings.get(key)) and any(map(all, values)):
-            found[name] = {k: v for k, v in settings.items() if k != key}
-    alike = [name for name, others in found.items() if others == next(iter(found.values()))]
-    return {name: {key: info.points[name][key]} for name in alike}
+            others = {k: v for k, v in settings.items() if k not in (key, COUNT)}
+            alike[repr(others)][name] = {key: settings[key]}
+    return max(alike.values(), key=len, default={})
 
 
 ALIKE = 1.05  # times the least of a variant's times: then a median says it all
