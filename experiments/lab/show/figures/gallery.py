@@ -76,7 +76,7 @@ def _under_load(result: Result) -> Iterator[Picture]:
     if curve is not None:
         yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
     if rates is not None:
-        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, rates))
+        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, *rates))
     if waited := load.waits_of(result):
         yield Picture("waits", load.waits_title(waited, result), partial(load.waits, waited, result))
     if stacks.memory_of(result):

@@ -4,7 +4,7 @@ long requests and tokens waited, as the share that took longer than the time on 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -50,20 +50,22 @@ def pareto(result: Result, latency: str) -> Figure:
     return figure
 
 
-def goodput_of(result: Result) -> Result | None:
-    """The points that differ in the rate at which requests arrive."""
+def goodput_of(result: Result) -> tuple[Result, str] | None:
+    """The points that differ in the rate at which requests arrive, and where the knee is; None for too few of them."""
     kept = _measured(result, RATE, GOODPUT) if GOODPUT in result.info.metrics else {}
     kept = dict(sorted(kept.items(), key=lambda item: item[1][RATE]))
-    return replace(result, info=replace(result.info, points=kept)) if len(kept) >= ENOUGH else None
+    return (
+        (replace(result, info=replace(result.info, points=kept)), _knee(kept, result)) if len(kept) >= ENOUGH else None
+    )
 
 
-def goodput(result: Result) -> Figure:
+def goodput(result: Result, knee: str) -> Figure:
     """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
     figure, ax = frame.one(HEIGHT, WIDTH)
     most = max(settings[RATE] for settings in result.info.points.values())
     ax.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(_knee(result), fontsize=8, color=INK)
+    ax.set_title(knee, fontsize=8, color=INK)
     ax.set_xlim(left=0)
     frame.from_zero(ax.yaxis, ax, False, 8)
     ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
@@ -71,22 +73,20 @@ def goodput(result: Result) -> Figure:
     return figure
 
 
-def _knee(result: Result) -> str:
-    """The last rate up to which the share that a search asks for came in time, variant by variant."""
-    found, share = [], knees.share(result.info.config)
+def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
+    """Variant by variant: what a search has found, else the last of the points' rates up to which the share came in
+    time."""
+    told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
-        last = None
-        for point, settings in result.info.points.items():
-            asked = (knees.KEPT, 1.0), (GOODPUT, settings[RATE])  # the latter with the tail of a pass
-            kept = [own.median / most for name, most in asked if (own := result.estimate(variant, point, name))]
-            if not kept:  # each variant's search has its own rates
-                continue
-            if kept[0] < share:
+        found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
+        last = wording.interval(found) if found else ""
+        for point, settings in {} if found else points.items():
+            reached = result.estimate(variant, point, GOODPUT)
+            if reached is not None and reached.median < share * settings[RATE]:
                 break
-            last = settings[RATE]
-        where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
-        found.append(f"{label}: {where}")
-    return f"{share:.0%} in time up to: {'; '.join(found)}"
+            last = last if reached is None else wording.number(settings[RATE])
+        told.append(f"{label}: {f'{last} requests/s' if last else 'no rate that was tried'}")
+    return f"{share:.0%} in time up to: {'; '.join(told)}"
 
 
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
