@@ -12,11 +12,11 @@ from experiments.lab import schema
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, expert_rows
+from experiments.lab.measure.traces import ExpertRow, GapRow, RequestTrace, Served, expert_rows, gap_rows
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import Row, to_csv
 
 pytestmark = pytest.mark.slow  # together they take a while
 
@@ -222,6 +222,38 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
     assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+
+
+def test_only_passes_that_count_are_drawn():
+    """By what their requests say, else by their rows; and of several attempts at a pass one."""
+    waiting = requests(point="concurrency=1")
+    late = [replace(r, first_token_s=r.first_token_s + 9, valid=False) for r in waiting]
+    tries = [*late, *(replace(r, attempt=1, valid=True) for r in waiting), *(replace(r, repeat=1) for r in waiting)]
+    for own in (tries, [*late, *(replace(r, repeat=1, valid=True) for r in waiting)]):
+        (found,) = load.waits_of(result(requests=own))
+        assert len(found.values["base"][0]) == len(waiting)
+        assert max(found.values["base"][0]) < 1000
+    given = result(requests=waiting, steps=engine_steps(point="concurrency=1"))
+    assert len(load.waits_of(given)) == 2
+    bad = [replace(r, valid=False, reason="short") if (r.point, r.repeat) == ("concurrency=1", 0) else r
+           for r in given.rows]  # fmt: skip
+    given = replace(given, rows=tuple(bad))
+    assert load.waits_of(given) == []
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("ttft_p50_ms", PanelKind.gantt),)), given).axes
+    assert texts(ax) == [gallery.NO_VALUE]
+
+
+def test_gaps_between_tokens_are_drawn_of_whoever_tells_them():
+    times = tuple(sorted([*(0.005 * n for n in range(100)), 0.7, 0.9]))
+    trace = RequestTrace(10, 102, 0.0, times, ())
+    (row,) = gap_rows("new", "concurrency=1", 0, Served((trace,), 0.0, 1.0))
+    assert row.gaps == ("4.934x99", "198.5x1", "204.5x1")
+    given = replace(result(requests=requests(point="concurrency=1")), gaps=(row,))
+    _, itl = load.waits(load.waits_of(given), given).axes
+    assert itl.get_legend_handles_labels()[1] == [given.info.variants["new"]]
+    assert [round(share, 1) for share in itl.lines[0].get_ydata()] == [100, 2.0, 1.0, 0]
+    assert len(to_csv(GapRow, [row])) < 100
+    assert gap_rows("new", "", 0, Served((replace(trace, token_times=(1.0,)),), 0.0, 1.0)) == []
 
 
 def test_a_distribution_of_few_or_a_picture_of_many_is_not_drawn():

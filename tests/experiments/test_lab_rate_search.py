@@ -86,7 +86,10 @@ def test_a_pass_that_does_not_count_ends_the_search(build, monkeypatch):
         return [type(row)(**{**vars(row), "valid": False, "reason": "planted"}) for row in rows]
 
     monkeypatch.setattr(Session, "alone", alone)
-    assert found(measured(build())) == [(0.0, "the pass at 400/s does not count: planted")] * 2
+    findings = measured(build())
+    assert found(findings) == [(0.0, "the pass at 400/s does not count: planted")] * 2
+    tried = {(r.repeat, r.attempt) for r in findings.requests if r.point == "search at 400/s"}
+    assert tried == {(repeat, attempt) for repeat in (0, 1) for attempt in (0, 1, 2)}
 
 
 def test_it_can_be_claimed(build):

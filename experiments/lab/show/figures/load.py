@@ -117,34 +117,37 @@ class Waits:
 
 
 def waits_of(result: Result) -> list[Waits]:
-    """At the first claim's point, if its requests are stored, else where they are most: first tokens of requests, from
-    the passes whose steps are stored, and decoded tokens from these steps: the time from one step's end to the next
-    one's counts once for each token that the step decoded. Of more variants than can be told apart those that claims
-    name go first. Left out is where no variant's times differ by more than a little."""
-    stored = Counter(request.point for request in result.traced) or Counter(step.point for step in result.steps)
+    """At the first claim's point, if its requests are stored, else where they are most: first tokens of requests, and
+    decoded tokens, of a pass that counts. In a result that has no gaps between tokens these are made of steps: the time
+    from one step's end to the next one's counts once for each token that the step decoded. Of more variants than can be
+    told apart those that claims name go first. Left out is where no variant's times differ by more than a little."""
+    stepped = {step.point for step in result.steps}
+    stored = Counter(r.point for r in result.traced if not stepped or r.point in stepped) or Counter(stepped)
     claimed = effects.of_claims(result)
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
     firsts: dict[str, Weighted] = {}
     for request in result.traced:
-        own = request.point == point and request.variant in few
-        if own and request.first_token_s is not None and request.end_s is not None:
+        here = request.point == point and request.variant in few
+        if here and request.first_token_s is not None and request.end_s is not None:
             times, weights = firsts.setdefault(request.variant, ([], []))
             times.append(1e3 * (request.first_token_s - request.arrival_s))
             weights.append(1.0)
-    gaps: dict[str, Weighted] = {}
-    for before, step in pairwise(result.steps):
-        own = step.point == point and step.variant in few
-        if own and (before.variant, before.point) == (step.variant, step.point) and step.decode_tokens:
-            times, weights = gaps.setdefault(step.variant, ([], []))
-            times.append(1e3 * (step.start_s + step.duration_s - before.start_s - before.duration_s))
-            weights.append(float(step.decode_tokens))
+    told = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
+    gaps = told or {v: own for v in few if (own := _of_steps(result, v, point))[0]}
     found = (
         Waits("requests", point, "time to first token of a request (ms)", _enough(firsts)),
         Waits("decoded tokens", point, "inter-token latency of a token (ms)", _enough(gaps)),
     )
     return [each for each in found if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
+
+
+def _of_steps(result: Result, variant: str, point: str) -> Weighted:
+    own = [s for s in result.steps if (s.variant, s.point) == (variant, point)] if result.counts(variant, point) else []
+    ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
+    found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
+    return [time for time, _ in found], [count for _, count in found]
 
 
 def _enough(found: dict[str, Weighted]) -> dict[str, Weighted]:
