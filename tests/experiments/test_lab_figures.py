@@ -92,6 +92,31 @@ def test_nothing_to_compare_has_no_forest():
     assert names(given) == ["speed"]
 
 
+def test_an_interval_far_beyond_the_medians_is_an_arrow():
+    found = [Row(v, "concurrency=1", n, "output_tokens_per_s", x, "") for v, own in
+             {"base": (10, 10, 10), "new": (2, 15, 300)}.items() for n, x in enumerate(own)]  # fmt: skip
+    (ax,) = forest.draw(result(rows=found, sizes=(1,), claims=())).axes
+    assert [line.get_marker() for line in ax.lines if line.get_marker() in ("<", ">")] == ["<", ">"]
+    left, right = (line for line in ax.lines if line.get_marker() in ("<", ">"))
+    assert (left.get_xdata()[0], right.get_xdata()[0]) == (pytest.approx(1 / 3), pytest.approx(1.5 * 3))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(2, 300, ["10", "100"]), (2, 90, ["2", "5", "10", "20", "50"]), (3, 9, ["3", "5", "7"]), (10.1, 12, None)],
+)
+def test_a_log_axis_has_several_numbers_whatever_it_spans(low, high, labels):
+    figure, ax = frame.one(3)
+    ax.plot([low, high], [1, 1])
+    ax.set_xscale("log")
+    frame.log_ticks(ax.xaxis)
+    ax.set_xlim(low, high)
+    figure.canvas.draw()
+    found = [float(label.get_text()) for label in ax.get_xticklabels()]
+    shown = [frame.plain(place) for place in found if low <= place <= high]
+    assert len(shown) >= 3 if labels is None else shown == labels
+
+
 # Bars that would say nothing
 
 
@@ -120,6 +145,32 @@ def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
     given = result(rows=[*rows(few), *rows(few, point="concurrency=1")])
     found = bars.of(PanelSpec("output_tokens_per_s"), given)
     assert (found.names, list(found.series), found.dots) == (["1", "8"], list(given.info.variants.values()), False)
+
+
+def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
+    variants = {f"v{i}": f"v{i}" for i in range(6)}
+    values = {v: 5.0 + n for n, v in enumerate(variants)}
+    given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")], claims=())
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "8"]
+    dots = [line for line in ax.lines if line.get_gid()]
+    assert [to_hex(line.get_color()).upper() for line in dots] == list(frame.COLOURS[:6])
+
+
+def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
+    points = {f"case {n}": {"case": f"case {n}"} for n in range(17)}
+    found = [row for n, p in enumerate(points) for metric, x in (("ttft_p50_ms", 40 - n), ("output_tokens_per_s", 100))
+             for row in rows({"new": x}, metric, p, repeats=1)]  # fmt: skip
+    given = result(
+        variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(17), points=points, rows=found
+    )
+    panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
+    first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[5:]
+    assert first.get_title() == "the best 12 of 17, lower is better"
+    assert texts(second) == ["all from 100 to 100"]
+    (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
+    assert len(alone.patches) == 12, "somebody has to name the rows"
 
 
 def test_pairs_that_cannot_be_told_from_one_are_grey():

@@ -194,7 +194,7 @@ def _panel(ax: Axes, waits: Waits, result: Result) -> None:
         frame.log(ax.xaxis, ax, True)
     ax.set_yscale("log")
     ax.set_ylim(max(smallest / 1.5, 0.01), 130)
-    frame.log_ticks(ax.yaxis, 100 / smallest)
+    frame.log_ticks(ax.yaxis)
     ax.set_title("lower is better", fontsize=8, color=INK)
     ax.set_xlabel(waits.label, fontsize=9)
     ax.set_ylabel(f"share of {waits.what} above (%)", fontsize=9)
