@@ -1,5 +1,6 @@
 """Figures that are made from whatever a result holds: how much better, load, memory, and what the pointer is told."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -367,7 +368,7 @@ def test_memory_is_what_the_engine_said_when_it_started():
 
 
 def test_the_kernels_of_a_peers_step_stand_beside_ours():
-    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 1000.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
+    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 950.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
     kernels = (
         KernelRow("base", "concurrency=8", "other", "_fma_kernel", 4, 800.0),  # as an older result called it
         KernelRow("base", "concurrency=8", "other", "_gather", 4, 100.0),
@@ -376,7 +377,9 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
     given = replace(result(profiles=profiles), kernels=kernels)
     (ax,) = stacks.steps(given).axes
     labels = ax.get_legend_handles_labels()[1]
-    assert labels[:2] == ["linear", "rows"]
+    assert labels[:2] == [stacks.PLAIN, "linear"]
+    ticks, _ = (line for line in ax.lines if line.get_marker() == "|")
+    assert list(ticks.get_xdata()) == [950.0, 950.0]
     assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
         f"{label}, concurrency 8" for label in given.info.variants.values()
     ]
@@ -404,6 +407,24 @@ def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
     assert "<metadata>" not in text
 
 
+def test_distributions_matrices_and_formulas_answer_to_the_pointer():
+    given = result(requests=requests(point="concurrency=1"))
+    told = re.findall('data-tip="([^"]*)"', frame.svg(load.waits(load.waits_of(given), given), "f"))
+    assert len(told) == 1
+    assert re.match(r"whole prompts: 90 % of requests above [\d.]+ ms", told[0])
+    assert len(told[0].split(frame.NEXT)) == 6, "down to the share of one request"
+    measured = {"none": (100, 101, 99), "a": (150, 151, 149), "b": (120, 121, 122), "a+b": (180, 181, 179)}
+    found = [Row(v, "concurrency=1", r, "output_tokens_per_s", x, "") for v, own in measured.items()
+             for r, x in enumerate(own)]  # fmt: skip
+    given = result(sizes=(1,), variants={v: v.upper() for v in measured}, baseline="none", rows=found, claims=())
+    panel = PanelSpec("output_tokens_per_s", PanelKind.matrix)
+    (told,) = re.findall('data-tip="([^"]*)"', frame.svg(gallery.panels(PlotSpec("p", "", (panel,)), given), "f"))
+    alone, _, pair, product = told.split(frame.NEXT)
+    assert alone.startswith("A: 1.50x [")
+    assert pair.startswith("A and B: 1.80x [")
+    assert product.endswith("] of the product of both")
+
+
 def test_a_heat_map_shows_where_tokens_went():
     loads = [((3, 1), (0, 0)), (), ((1, 3), (9, 1))]  # by step, layer and expert; nobody counted in the second
     served = SimpleNamespace(records=[SimpleNamespace(expert_tokens=load) for load in loads])
@@ -417,3 +438,4 @@ def test_a_heat_map_shows_where_tokens_went():
     ax, *_ = picture.draw().axes
     assert ax.images[0].get_array().tolist() == [[1.0, 1.0], [1.8, 0.2]]
     assert ax.get_title() == "concurrency=8: busiest 1.8x"
+    assert "layer 1: 1.80x the average at expert 0, 0.20x at least" in frame.svg(ax.figure, "f")
