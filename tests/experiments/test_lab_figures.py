@@ -118,6 +118,12 @@ def test_a_log_axis_has_several_numbers_whatever_it_spans(low, high, labels):
     assert len(shown) >= 3 if labels is None else shown == labels
 
 
+def test_a_picture_of_nothing_that_the_run_has_measured_is_left_out():
+    unknown = PanelSpec("ttft_p50_ms", PanelKind.curve, x="decode_ms")
+    given = result(plots=(PlotSpec("speed", "", (unknown,)), PlotSpec("both", "", (unknown, PanelSpec("itl_p99_ms")))))
+    assert names(given) == ["effects", "both"]
+
+
 # Bars that would say nothing
 
 
