@@ -1,22 +1,22 @@
 """Figures that are made from whatever a result holds: how much better, load, memory, and what the pointer is told."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from made_up import METRICS, engine_steps, equal, requests, result
+from made_up import equal, requests, result
 from matplotlib.colors import to_hex
 
-from experiments.lab import schema
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, GapRow, RequestTrace, Served, expert_rows, gap_rows
-from experiments.lab.show import effects, wording
+from experiments.lab.measure.traces import ExpertRow, expert_rows
+from experiments.lab.show import effects
 from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store.rows import Row, to_csv
+from experiments.lab.store.rows import Row
 
 pytestmark = pytest.mark.slow  # together they take a while
 
@@ -117,6 +117,12 @@ def test_a_log_axis_has_several_numbers_whatever_it_spans(low, high, labels):
     assert len(shown) >= 3 if labels is None else shown == labels
 
 
+def test_a_picture_of_nothing_that_the_run_has_measured_is_left_out():
+    unknown = PanelSpec("ttft_p50_ms", PanelKind.curve, x="decode_ms")
+    given = result(plots=(PlotSpec("speed", "", (unknown,)), PlotSpec("both", "", (unknown, PanelSpec("itl_p99_ms")))))
+    assert names(given) == ["effects", "both"]
+
+
 # Bars that would say nothing
 
 
@@ -186,66 +192,6 @@ def test_pairs_that_cannot_be_told_from_one_are_grey():
     assert "(1.00)" in texts(ax)
 
 
-# Load
-
-
-def served(rates=(10, 20, 40, 80), reached=(10, 18.1, 30, 32)):
-    metrics = {"goodput_rps": Metric("requests per second that met every SLO", "requests/s", Better.higher)}
-    points = {f"{rate}/s": {"workload.rate_per_s": rate} for rate in rates}
-    found = [row for rate, good in zip(rates, reached, strict=True)
-             for row in rows({"base": good, "new": good / 2}, "goodput_rps", f"{rate}/s")]  # fmt: skip
-    return result(metrics=metrics, points=points, rows=found, claims=(), gates=[], plots=())
-
-
-def test_goodput_past_the_knee_stands_beside_what_was_offered():
-    (ax,) = load.goodput(*load.goodput_of(served())).axes
-    offered, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
-    assert list(offered.get_ydata()) == [0, 80]
-    assert list(own.get_xdata()) == [10, 20, 40, 80]
-    assert ax.get_title() == (
-        "90% in time up to: whole prompts: 20 requests/s; chunked prefill, 512 tokens a step: no rate that was tried"
-    )
-    assert "goodput" in names(served())
-    assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
-
-
-@pytest.mark.parametrize("scale", ["tiny", "7b"])
-def test_rates_with_numbers_of_requests_of_their_own_are_one_curve(compose_config, scale):
-    """On a CPU one rate has its own, on a GPU all that the search tries."""
-    config = compose_config("experiment=serving", f"scale={scale}")
-    points = {point.name: dict(point.values) for point in schema.experiment_class(config).from_config(config).points}
-    offered = {name: s["workload.rate_per_s"] for name, s in points.items() if "workload.rate_per_s" in s}
-    knee = sorted(offered.values())[len(offered) // 2]
-    found = rows({"new": 28}, "slo_rate_rps", "search")
-    for n, (name, rate) in enumerate(offered.items()):  # the search of each variant goes its own way
-        both = ("base", "new") if n % 2 else ("base",)
-        found += rows({v: min(rate, knee) for v in both}, "goodput_rps", name)
-    found += rows({"new": 28}, "slo_rate_rps", "search")
-    given = result(metrics=served().info.metrics, points=points, rows=found, claims=(), gates=[], plots=())
-    (ax,) = load.goodput(*load.goodput_of(given)).axes
-    _, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
-    assert list(own.get_xdata()) == sorted(offered.values())
-    told = ax.get_title().split(";")
-    assert told[0].endswith(f": {wording.number(knee)} requests/s")
-    assert "28.0 [28.0, 28.1] requests/s" in told[1], "what the search itself has found"
-
-
-def test_throughput_against_latency_is_a_curve_of_those_in_flight():
-    metrics = {**METRICS, "itl_p50_ms": Metric("inter-token latency, median gap", "ms", Better.lower)}
-    given = result(sizes=(1, 8, 64))
-    more = [replace(row, metric="itl_p50_ms") for row in given.rows if row.metric == "itl_p99_ms"]
-    given = replace(given, rows=(*given.rows, *more), info=replace(given.info, metrics=metrics))
-    assert "pareto" in names(given)
-    (ax,) = load.pareto(*load.pareto_of(given)).axes
-    assert (ax.get_xlabel(), ax.get_ylabel()) == (
-        "inter-token latency, median gap (ms)",
-        "output tokens per second (tokens/s)",
-    )
-    assert load.pareto_of(result(sizes=(1, 8))) is None  # two points are no curve
-    apart = {name: {**s, "workload.seed": n} for n, (name, s) in enumerate(given.info.points.items())}
-    assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
-
-
 def test_cases_with_long_names_are_of_one_colour_where_one_variant_has_them():
     points = {name: {"case": name} for name in (f"a case with a name, {n}" for n in range(6))}
     given = result(variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(6), points=points)
@@ -264,79 +210,7 @@ def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
     assert [bar.get_y() + bar.get_height() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
 
 
-# Waiting, memory, kernels
-
-
-def test_requests_and_tokens_of_one_point_have_their_distributions():
-    given = result(steps=engine_steps(), requests=[*requests(), *requests(point="concurrency=1")])
-    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
-    ttft, itl = picture.draw().axes
-    assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
-    assert itl.get_xlabel() == "inter-token latency of a token (ms)"
-
-
-def test_only_passes_that_count_are_drawn():
-    """By what their requests say, else by their rows; and of several attempts at a pass one."""
-    waiting = requests(point="concurrency=1")
-    late = [replace(r, first_token_s=r.first_token_s + 9, valid=False) for r in waiting]
-    tries = [*late, *(replace(r, attempt=1, valid=True) for r in waiting), *(replace(r, repeat=1) for r in waiting)]
-    for own in (tries, [*late, *(replace(r, repeat=1, valid=True) for r in waiting)]):
-        (found,) = load.waits_of(result(requests=own))
-        assert len(found.values["base"][0]) == len(waiting)
-        assert max(found.values["base"][0]) < 1000
-    given = result(requests=waiting, steps=engine_steps(point="concurrency=1"))
-    assert len(load.waits_of(given)) == 2
-    bad = [replace(r, valid=False, reason="short") if (r.point, r.repeat) == ("concurrency=1", 0) else r
-           for r in given.rows]  # fmt: skip
-    given = replace(given, rows=tuple(bad))
-    assert load.waits_of(given) == []
-    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("ttft_p50_ms", PanelKind.gantt),)), given).axes
-    assert texts(ax) == [gallery.NO_VALUE]
-
-
-def test_gaps_between_tokens_are_drawn_of_whoever_tells_them():
-    times = tuple(sorted([*(0.005 * n for n in range(100)), 0.7, 0.9]))
-    trace = RequestTrace(10, 102, 0.0, times, ())
-    (row,) = gap_rows("new", "concurrency=1", 0, Served((trace,), 0.0, 1.0))
-    assert row.gaps == ("4.934x99", "198.5x1", "204.5x1")
-    given = replace(result(requests=requests(point="concurrency=1")), gaps=(row,))
-    _, itl = load.waits(load.waits_of(given), given).axes
-    assert itl.get_legend_handles_labels()[1] == [given.info.variants["new"]]
-    assert [round(share, 1) for share in itl.lines[0].get_ydata()] == [100, 2.0, 1.0, 0]
-    assert len(to_csv(GapRow, [row])) < 100
-    assert gap_rows("new", "", 0, Served((replace(trace, token_times=(1.0,)),), 0.0, 1.0)) == []
-
-
-def test_a_distribution_of_few_or_a_picture_of_many_is_not_drawn():
-    few = requests(point="concurrency=1")[:9]
-    assert "waits" not in names(result(requests=few))
-    variants = {f"v{n}": f"variant {n}" for n in range(8)}
-    each = [replace(request, variant=v) for v in variants for request in requests(point="concurrency=1")]
-    given = result(variants=variants, baseline="v0", requests=each)
-    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
-    assert picture.title == "How long requests waited, concurrency 1 (6 of 8 variants)"
-    labels = picture.draw().axes[0].get_legend_handles_labels()[1]
-    assert labels == [f"variant {n}" for n in (0, 1, 2, 3, 4, 7)], "those that claims name go first"
-
-
-def test_a_picture_of_waiting_says_who_waited_and_where():
-    waiting = requests(point="concurrency=1")
-    title = {}
-    for name, own in {"all": waiting, "alike": [replace(r, first_token_s=r.arrival_s + 0.1) for r in waiting]}.items():
-        found = [p.title for p in gallery.of(result(requests=own)).every if p.name == "waits"]
-        title[name] = found
-    assert title == {"all": ["How long requests waited, concurrency 1"], "alike": []}
-
-
-def test_the_baselines_second_arm_is_in_no_picture():
-    given = served()
-    again = [replace(row, variant="base again") for row in given.rows if row.variant == "base"]
-    variants = {**given.info.variants, "base again": "whole prompts again"}
-    info = replace(given.info, variants=variants, aa="base again")
-    pictures = gallery.of(replace(given, rows=(*given.rows, *again), info=info)).every
-    (goodput,) = (picture for picture in pictures if picture.name == "goodput")
-    labels = goodput.draw().axes[0].get_legend_handles_labels()[1]
-    assert labels == ["all that is offered", *given.info.variants.values()]
+# Memory, kernels
 
 
 def test_the_interval_of_a_share_stays_within_it():
@@ -367,7 +241,7 @@ def test_memory_is_what_the_engine_said_when_it_started():
 
 
 def test_the_kernels_of_a_peers_step_stand_beside_ours():
-    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 1000.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
+    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 950.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
     kernels = (
         KernelRow("base", "concurrency=8", "other", "_fma_kernel", 4, 800.0),  # as an older result called it
         KernelRow("base", "concurrency=8", "other", "_gather", 4, 100.0),
@@ -376,7 +250,9 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
     given = replace(result(profiles=profiles), kernels=kernels)
     (ax,) = stacks.steps(given).axes
     labels = ax.get_legend_handles_labels()[1]
-    assert labels[:2] == ["linear", "rows"]
+    assert labels[:2] == [stacks.PLAIN, "linear"]
+    ticks, _ = (line for line in ax.lines if line.get_marker() == "|")
+    assert list(ticks.get_xdata()) == [950.0, 950.0]
     assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
         f"{label}, concurrency 8" for label in given.info.variants.values()
     ]
@@ -404,6 +280,24 @@ def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
     assert "<metadata>" not in text
 
 
+def test_distributions_matrices_and_formulas_answer_to_the_pointer():
+    given = result(requests=requests(point="concurrency=1"))
+    told = re.findall('data-tip="([^"]*)"', frame.svg(load.waits(load.waits_of(given), given), "f"))
+    assert len(told) == 1
+    assert re.match(r"whole prompts: 90 % of requests above [\d.]+ ms", told[0])
+    assert len(told[0].split(frame.NEXT)) == 6, "down to the share of one request"
+    measured = {"none": (100, 101, 99), "a": (150, 151, 149), "b": (120, 121, 122), "a+b": (180, 181, 179)}
+    found = [Row(v, "concurrency=1", r, "output_tokens_per_s", x, "") for v, own in measured.items()
+             for r, x in enumerate(own)]  # fmt: skip
+    given = result(sizes=(1,), variants={v: v.upper() for v in measured}, baseline="none", rows=found, claims=())
+    panel = PanelSpec("output_tokens_per_s", PanelKind.matrix)
+    (told,) = re.findall('data-tip="([^"]*)"', frame.svg(gallery.panels(PlotSpec("p", "", (panel,)), given), "f"))
+    alone, _, pair, product = told.split(frame.NEXT)
+    assert alone.startswith("A: 1.50x [")
+    assert pair.startswith("A and B: 1.80x [")
+    assert product.endswith("] of the product of both")
+
+
 def test_a_heat_map_shows_where_tokens_went():
     loads = [((3, 1), (0, 0)), (), ((1, 3), (9, 1))]  # by step, layer and expert; nobody counted in the second
     served = SimpleNamespace(records=[SimpleNamespace(expert_tokens=load) for load in loads])
@@ -417,3 +311,4 @@ def test_a_heat_map_shows_where_tokens_went():
     ax, *_ = picture.draw().axes
     assert ax.images[0].get_array().tolist() == [[1.0, 1.0], [1.8, 0.2]]
     assert ax.get_title() == "concurrency=8: busiest 1.8x"
+    assert "layer 1: 1.80x the average at expert 0, 0.20x at least" in frame.svg(ax.figure, "f")

@@ -16,6 +16,7 @@ from experiments.lab.load import clients, server, subject
 from experiments.lab.load.client import Drive
 from experiments.lab.load.clients import Target
 from experiments.lab.load.connection import read_answer
+from experiments.lab.measure import traces
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -55,6 +56,16 @@ def test_a_token_counts_when_the_end_of_its_event_is_read():
     answer = read_answer([(1.0, tokens(7, usage=None)), (2.0, second[:20]), (3.0, second[20:]), (4.0, END)])
     assert (answer.token_ids, answer.token_times) == ([7, 8, 9], [1.0, 3.0, 3.0])
     assert (answer.cached_tokens, answer.error) == (16, "")
+
+
+def test_a_server_of_ours_tells_when_it_has_scheduled_a_request():
+    usage = USAGE | {"spans": {"queue": 0.3, "prefill": 0.2}}
+    answer = read_answer([(1.0, tokens(7, 8, 9)), (4.0, event(choices=[], usage=usage) + DONE)])
+    assert answer.first_scheduled == 1.0 - 0.2
+    usage["spans"] |= {"transfer_exposed": 0.1, "decode_wait": 0.05, "first_decode_step": 0.02, "transfer": 0.15}
+    answer = read_answer([(1.0, tokens(7, 8, 9)), (4.0, event(choices=[], usage=usage) + DONE)])
+    assert answer.first_scheduled == pytest.approx(1.0 - 0.37)
+    assert read_answer([(1.0, tokens(7, 8, 9)), (4.0, END)]).first_scheduled is None
 
 
 def test_lines_may_end_in_crlf_and_comments_are_skipped():
@@ -212,6 +223,9 @@ def test_clients_get_the_engines_tokens_and_what_the_host_spent(served):
         assert before < found.start <= request.arrival < request.token_times[0]
         assert list(request.token_times) == sorted(request.token_times)
         assert request.token_times[-1] <= found.end
+        assert request.arrival < request.first_scheduled < request.token_times[0]
+    rows = traces.request_rows("served", "", 0, found)
+    assert all(row.queue_s + row.prefill_s == pytest.approx(row.first_token_s - row.arrival_s) for row in rows)
     host = found.host
     assert host.tells_cached
     assert host.client_s > 0
@@ -242,6 +256,7 @@ def test_the_same_client_loads_any_server_by_its_url(served):
     try:
         found = other.serve(ITEMS[:2], 2)
         assert [len(r.token_ids) for r in found.requests] == [5, 6]
+        assert [r.first_scheduled for r in found.requests] == [None] * 2, "others are not asked what they may not know"
         assert found.host.api_s is None
         assert (other.alive, other.about["model"]) == (True, "dry")
     finally:

@@ -34,6 +34,19 @@ def test_an_event_says_its_tokens_even_without_a_text(usage: Any) -> None:
     assert (last["token_ids"], last["finish_reason"]) == ([10], "length")
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True, "continuous_usage_stats": True}])
+def test_the_last_usage_says_how_long_the_parts_of_a_request_took(options: Any) -> None:
+    spans = {"queue": 0.5, "prefill": 0.25}
+    ended = Delta(0, 0, "a", [7], finish_reason="length", spans=spans)
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    for asked in (True, False):
+        render = renderer(stream=True, stream_options=options or {"include_usage": True}, return_spans=asked)
+        render.event(0, ended)
+        said = json.loads(render.last_event(usage).removeprefix(b"data: ").partition(b"\n")[0])["usage"]
+        assert said == (usage | {"spans": spans} if asked else usage)
+        assert renderer(return_spans=asked).whole([[ended]], usage)["usage"] == said
+
+
 def test_nobody_gets_them_unasked() -> None:
     render = renderer(stream=True)
     assert render.event(0, Delta(0, 0, "", [7])) == b""

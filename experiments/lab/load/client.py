@@ -82,7 +82,8 @@ class Drive:
                 self._outcomes.sent[index] = self._outcomes.sent[index]._replace(sent=exchange.sent)
             tells_tokens = bool(answer.token_ids) or not answer.token_times
             self._outcomes.note(index, answer.error, answer.token_times, answer.token_ids, tells_tokens=tells_tokens,
-                                cached_tokens=answer.cached_tokens or 0)  # fmt: skip
+                                cached_tokens=answer.cached_tokens or 0, spans=answer.spans,
+                                first_scheduled=answer.first_scheduled)  # fmt: skip
         traces = tuple(trace for _, trace in sorted(self._outcomes.traces.items()))
         served = Served(traces, self._start, self._end, in_flight_s=self._schedule.in_flight_s)
         return served, self._cpu_s, tells_cached

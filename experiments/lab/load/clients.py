@@ -33,6 +33,7 @@ class Target:
     port: int
     path: str  # of the completions
     model: str
+    ours: bool = False  # a server that knows what others may not
 
     def request(self, prompt: Sequence[int], item: Item, salt: str) -> bytes:
         body: dict[str, Any] = {
@@ -42,6 +43,7 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **ASKED,
+            **({"return_spans": True} if self.ours else {}),
             **({"priority": item.priority} if item.priority else {}),
             **({"cache_salt": salt} if salt else {}),
         }

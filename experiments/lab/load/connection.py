@@ -112,6 +112,7 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
+    spans: dict[str, float] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -133,7 +134,14 @@ class Answer:
     token_times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell them
     cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None where the server does not tell
+    spans: dict[str, float] = field(default_factory=dict)  # as RequestMetrics.spans, where the server tells them
     error: str = ""  # why it is not complete
+
+    @property
+    def first_scheduled(self) -> float | None:
+        """By this clock: so long before the first token was read as the server says. None where it does not."""
+        parts = [seconds for name, seconds in self.spans.items() if name not in ("queue", "transfer")]
+        return self.token_times[0] - sum(parts) if parts and self.token_times else None
 
 
 def read_answer(reads: Sequence[Read]) -> Answer:
@@ -166,6 +174,8 @@ def _take(answer: Answer, data: bytes, at: float) -> None:
     usage = event.usage
     if usage is not None and usage.prompt_tokens_details is not None:
         answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if usage is not None and usage.spans is not None:
+        answer.spans = usage.spans
     if event.choices:
         choice = event.choices[0]
         if choice.token_ids is not None:

@@ -143,7 +143,7 @@ def open_subject(
         found = {"url": settings.http.url, "model": target.model}
         return OverHTTP(kind.label, target, found, settings.client, None)
     server = server or start(kind, config, settings, threads)
-    target = _target(server.about["url"], server.about["model"])
+    target = replace(_target(server.about["url"], server.about["model"]), ours=kind.can.ours)
     if kind is Kind.vllm_served:
         return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
     startup = server.about["startup"]

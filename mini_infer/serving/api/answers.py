@@ -29,6 +29,7 @@ class Usage(ApiModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    spans: dict[str, float] | None = Field(None, description="Where return_spans asks for them.")
 
 
 class TopLogprob(ApiModel):

@@ -95,6 +95,8 @@ class CompletionRenderer:
         self._scoring = scoring
         self._plain = body.logprobs is None and not scoring
         self._with_token_ids = bool(body.return_token_ids)
+        self._with_spans = bool(body.return_spans)
+        self._spans: dict[str, float] | None = None  # of the completion that ended last
         self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
         self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -145,6 +147,7 @@ class CompletionRenderer:
         """A choice's text and logprobs of this delta, behind its echo where that is due."""
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        self._spans = delta.spans or self._spans
         if self._scoring:
             delta.text, delta.token_ids, delta.logprobs = "", [], []
             delta.finish_reason, delta.stop_reason = "length", None
@@ -162,6 +165,8 @@ class CompletionRenderer:
         return text, completion_logprobs(tokens, token_ids, self._texts, self._alternatives, offset)
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        if self._with_spans and self._spans is not None:
+            usage = {**usage, "spans": self._spans}
         if not self._scoring:
             return usage
         return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -259,7 +259,9 @@ class CompletionRequest(GenerationRequest):
     prompt: PromptField
     echo: bool | None = None
     logprobs: Integer | None = None
-    return_token_ids: bool | None = Field(None, description="Choices also say their token_ids; beyond OpenAI's API.")
+    # Beyond OpenAI's API.
+    return_token_ids: bool | None = Field(None, description="Choices also say their token_ids.")
+    return_spans: bool | None = Field(None, description="`usage` also says the seconds in the queue, in prefill, ...")
 
 
 class ResponseTool(Function, _Typed):

@@ -17,7 +17,7 @@ from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, line_style, plain, spread
-from experiments.lab.show.figures.lines import intervals
+from experiments.lab.show.figures.lines import intervals, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -43,7 +43,9 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     for one in found:
         points = intervals(one.speedups, stats.factors)
         style = line_style(one.colour, 0) | points.caps | {"linestyle": "none"}
-        ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **style)
+        dots, *_ = ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **style)
+        told = zip(one.x, one.speedups, strict=True)
+        frame.says(dots, [tip(one.label, plain(x), repeats, stats.factors) for x, repeats in told])
         ax.plot(*one.line, color=style["color"], linewidth=1.1)
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")

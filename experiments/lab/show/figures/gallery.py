@@ -49,7 +49,8 @@ def of(result: Result) -> Gallery:
     """The baseline's second arm stands in the tables alone."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
-    plots = [Picture(plot.name, plot.title, partial(panels, plot, result)) for plot in result.info.plots]
+    plots = [Picture(plot.name, plot.title, partial(panels, plot, result)) for plot in result.info.plots
+             if any(_known(panel, result) for panel in plot.panels)]  # fmt: skip
     courses = list(_courses(result))
     profiles = [Picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = {profile.variant for profile in info.profiles}
@@ -133,7 +134,7 @@ def _whole(panel: PanelSpec, result: Result) -> Figure:
 def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | None, named: bool) -> str:
     """Why there is nothing to draw; else empty. `groups`: of bars; `named`: whether they are."""
     metric = result.info.metrics.get(panel.metric)
-    if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
+    if metric is None or not _known(panel, result):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
@@ -161,6 +162,14 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
     lines.bounds(ax, panel, result, places)
     return ""
+
+
+def _known(panel: PanelSpec, result: Result) -> bool:
+    """Whether its metrics are the run's."""
+    metrics = result.info.metrics
+    return panel.kind in WHOLE or (
+        panel.metric in metrics and (panel.kind is not PanelKind.curve or panel.x in metrics)
+    )
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:

@@ -103,6 +103,8 @@ def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, An
 
 ALIKE = 1.05  # times the least of a variant's times: then a median says it all
 SAMPLES = 10  # requests, or tokens, of a variant: of fewer a distribution is not shown
+TOLD = (90, 75, 50, 25, 10, 5, 2, 1, 0.5, 0.2, 0.1)  # percent above, of which the pointer is told
+TINY = 1e-6  # percent, of rounding
 MANY = 6  # lines that can still be told apart
 WAITS_HEIGHT = 4.1
 Weighted = tuple[list[float], list[float]]  # times in milliseconds, and how often each counts
@@ -186,9 +188,14 @@ def _panel(ax: Axes, waits: Waits, result: Result) -> None:
     for row, variant in drawn:
         x, share = above(*waits.values[variant])
         style = line_style(row, 0)
-        ax.step(x, share, where="post", label=result.info.variants[variant], color=style["color"],
-                linestyle=style["linestyle"])  # fmt: skip
-        smallest = min(smallest, *(s for s in share if s > 0))
+        label = result.info.variants[variant]
+        ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
+        least = min(s for s in share if s > 0)
+        told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
+                for s in TOLD if s + TINY >= least]  # fmt: skip
+        (dots,) = ax.plot([time for time, _ in told], [s for _, s in told], ".", color=style["color"], markersize=4)
+        frame.says(dots, [f"{label}: {s:g} % of {waits.what} above {wording.number(time)} ms" for time, s in told])
+        smallest = min(smallest, least)
     every = [time for _, variant in drawn for time in waits.values[variant][0]]
     if 0 < 30 * min(every) < max(every):
         frame.log(ax.xaxis, ax, True)

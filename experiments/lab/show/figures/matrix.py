@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.store.result import Result
 
@@ -27,11 +28,14 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     info, names = result.info, pairs.mechanisms(result)
     cells, noise = np.full((2, len(names), len(names)), np.nan)
     texts: dict[tuple[int, int], str] = {}
+    tips: dict[tuple[int, int], str] = {}
 
     def enter(row: int, column: int, found: Estimate, unit: str = "x") -> None:
         """Coloured by its value above the diagonal, and grey where nothing is told."""
         text = f"{found.median:.2f}{unit}"
         texts[row, column] = text if found.told or unit else f"({text})"
+        both = " and ".join(dict.fromkeys(info.variants[names[place]] for place in (column, row)))
+        tips[row, column] = f"{both}: {wording.interval(found, unit)}{'' if unit else ' of the product of both'}"
         if not found.told:
             noise[row, column] = 0
         elif row < column:
@@ -52,6 +56,9 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     for (row, column), text in texts.items():
         weight = "bold" if row == column else "normal"
         ax.annotate(text, (column, row), ha="center", va="center", fontsize=9, fontweight=weight)
+    rows, columns = zip(*texts, strict=True)
+    (unseen,) = ax.plot(columns, rows, "s", alpha=0, markersize=20)
+    frame.says(unseen, list(tips.values()))
     labels = [textwrap.fill(info.variants[name], 12) for name in names]
     ax.set_xticks(range(len(names)), labels, fontsize=8, rotation=45)
     ax.set_yticks(range(len(names)), labels, fontsize=8)
@@ -78,6 +85,10 @@ def experts(result: Result) -> Figure:
         load = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
         image = ax.imshow(load, cmap="cividis", vmin=0, vmax=MOST, aspect="auto", interpolation="nearest")
         ax.grid(visible=False)
+        lines = ax.hlines(range(len(load)), -0.5, load.shape[1] - 0.5, alpha=0)
+        told = [f"layer {n}: {row.max():.2f}x the average at expert {row.argmax()}, {row.min():.2f}x at least"
+                for n, row in enumerate(load)]  # fmt: skip
+        frame.says(lines, told)
         ax.set_title(f"{point or result.info.variants[own[0].variant]}: busiest {load.max():.1f}x", fontsize=9)
         ax.set_xlabel("expert", fontsize=9)
     axes[0][0].set_ylabel("layer with experts", fontsize=9)

@@ -14,7 +14,7 @@ from experiments.lab.judge import stats
 from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role, role_of
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import COLOURS, HATCHES, ON_TOP
+from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, ON_TOP
 from experiments.lab.show.grids import Grid
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
@@ -26,7 +26,12 @@ Rows = dict[str, dict[str, float]]  # the sizes of each row's pieces
 
 
 def draw(
-    rows: Rows, unit: str, axis: str, looks: Mapping[str, Mapping[str, Any]] | None = None, most: float = 0.0
+    rows: Rows,
+    unit: str,
+    axis: str,
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
+    most: float = 0.0,
+    ticks: Mapping[str, float] | None = None,
 ) -> Figure:
     """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind.
 
@@ -34,6 +39,7 @@ def draw(
         axis: what stands below it.
         looks: of each piece by its name, in the order of the legend.
         most: what a sum can be, if that is to stand beside it.
+        ticks: what each row took without the profiler.
     """
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
@@ -52,8 +58,13 @@ def draw(
             left += size
         text = wording.number(left) + (f" of {wording.number(most)}" if most else "")
         ax.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    if ticks:
+        look: dict[str, Any] = {"color": INK, "markeredgewidth": 2, "linestyle": "none", "zorder": 7}
+        (marks,) = ax.plot([ticks[who] for who in rows], range(len(rows)), "|", markersize=26, **look)
+        ax.plot([], [], "|", markersize=10, label=PLAIN, **look)
+        frame.says(marks, [f"{who}: {wording.number(ticks[who])} {unit}, {PLAIN}" for who in rows])
     frame.name_rows(ax, [textwrap.fill(who, 26) for who in rows])
-    ax.set_xlim(0, 1.15 * longest)
+    ax.set_xlim(0, 1.15 * max(longest, *(ticks or {}).values(), 0))
     ax.set_xlabel(axis, fontsize=9)
     frame.linear(ax.xaxis, 8)
     frame.legend(figure, [ax])
@@ -106,6 +117,7 @@ LOOKS: dict[str, dict[str, str]] = {
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
+PLAIN = "the step's time without the profiler"
 TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
@@ -121,8 +133,9 @@ def describe(result: Result) -> str:
         f"Where a decode step's time goes on the GPU: the mean over {steps} steps of each engine under torch.profiler, "
         "in a pass of their own after everything else had been timed. *step* is a step's time on the host's clock "
         "without the profiler; *profiled* is from step to step with it, which costs the host and each launch some "
-        "time: where it is more than *step*, that is why. In *kernels* some kernel ran; *idle between steps* is when "
-        "none did from the end of one step to the start of the next; the rest is between a step's own kernels. A "
+        "time: where it is more than *step*, a tick in the picture, that is why, and so much of the idle time is the "
+        "profiler's. In *kernels* some kernel ran; *idle between steps* is when none did from the end of one step to "
+        "the start of the next; the rest is between a step's own kernels. A "
         f"kernel's role is guessed from its name.{_doubled(result)}"
     )
 
@@ -186,8 +199,10 @@ def steps(result: Result) -> Figure:
     """A bar for each engine that was profiled, point by point, a peer's below ours."""
     info = result.info
     ordered = sorted(info.profiles, key=lambda profile: list(info.points).index(profile.point))
-    pieces = {wording.titled(info.variants[p.variant], p.point): _pieces(p, result.kernels) for p in ordered}
-    return draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS)
+    names = {wording.titled(info.variants[p.variant], p.point): p for p in ordered}
+    pieces = {name: _pieces(p, result.kernels) for name, p in names.items()}
+    plain = {name: p.plain_us for name, p in names.items()}
+    return draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS, ticks=plain)
 
 
 def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
