@@ -193,6 +193,7 @@ class Ablation(Experiment):
             error=error,
             steps=[row for found in ledger.rounds for row in found.steps],
             requests=[row for found in ledger.rounds for row in found.requests],
+            gaps=[row for found in ledger.rounds for row in found.gaps],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
             notes=[*notes, *searches.notes],

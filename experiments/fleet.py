@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits
 from mini_infer.core.request import Request
-from mini_infer.serving.router import Router
+from mini_infer.serving.router import Homes, Router, make_homes
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
 
@@ -36,11 +37,12 @@ VOCABULARY = 150_000
 SETTLING = 0.25  # of the window, in which caches fill: not counted
 TIMED_ROUTES = 1000
 LONGEST_ANSWER = 4096  # tokens
+BEGINNING = 64  # tokens, which say whose request it is where routers share prompts out by their beginnings
 METRICS = {
     "hit_rate": Metric("prompt tokens found in a cache", "", Better.higher, share=True),
-    "kept_share": Metric("requests that kept the SLO, of those that did not break off", "", Better.higher, share=True),
+    "kept_share": Metric("requests that kept the SLO", "", Better.higher, share=True),
     "kept_down_share": Metric(
-        "requests that kept the SLO, of those that came while replicas were down", "", Better.higher, share=True
+        "requests that kept the SLO, of those that were there while replicas were down", "", Better.higher, share=True
     ),
     "ttft_p50_ms": Metric("time to first token, median", "ms", Better.lower),
     "ttft_p99_ms": Metric("time to first token, P99", "ms", Better.lower),
@@ -53,6 +55,9 @@ METRICS = {
 class Case(Checked, section="experiment.cases"):
     """
     Attributes:
+        homes: routers know in common where beginnings went, as API processes of one machine do.
+        by_prefix: a request comes to the router that the hash of its beginning names; else they take turns.
+        prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
         load: of the spec's rate, at its highest.
         swing: how far below its highest the load is at the beginning and at the end of the window: a day's.
         down: share of the replicas that break down in the middle of the window, all at once, and come back
@@ -61,6 +66,9 @@ class Case(Checked, section="experiment.cases"):
 
     replicas: Count = 1000
     routers: Count = 1
+    homes: bool = False
+    by_prefix: bool = False
+    prefixes: Count = 2
     load: Positive = 1.0
     swing: float = 0.0
     down: float = 0.0
@@ -79,7 +87,6 @@ class FleetSpec(ExperimentSpec):
         slower: so much longer steps take than there: fewer requests then load a fleet, and are simulated sooner.
         rate_per_s: of requests to each replica, on the average over them, at a load of 1.
         window_s: in which requests come.
-        prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
         shared: of the requests, that begin with one of them.
         prefix_tokens, suffix_tokens, output_tokens: of a request; outputs are exponentially distributed.
         blocks: of a replica's KV memory.
@@ -92,7 +99,6 @@ class FleetSpec(ExperimentSpec):
     slower: Positive = 4.0
     rate_per_s: Positive = 2.5
     window_s: Positive = 40.0
-    prefixes: int = 2
     shared: float = 0.75
     prefix_tokens: int = 2048
     suffix_tokens: int = 2048
@@ -105,20 +111,24 @@ class FleetSpec(ExperimentSpec):
 
 
 class _Seen(NamedTuple):
-    """What is kept of a request that has ended; of all tokens of a fleet there would be gigabytes."""
+    """What is kept of a request that has ended, or broken off with its replica; of all tokens of a fleet there would be
+    gigabytes."""
 
     arrival_s: float
+    end_s: float
     ttft_s: float
     tpot_s: float
     cached: int
     prompt: int
+    broken: bool
 
     @classmethod
-    def of(cls, request: Request) -> _Seen:
-        times = request.token_times
+    def of(cls, request: Request, broken_s: float | None = None) -> _Seen:
+        arrival, times = request.arrival_time, request.token_times
         tpot = (times[-1] - times[0]) / max(len(times) - 1, 1)
+        end = times[-1] if broken_s is None else broken_s
         cached = request.num_cached_tokens or 0
-        return cls(request.arrival_time, times[0] - request.arrival_time, tpot, cached, request.prompt_len)
+        return cls(arrival, end, times[0] - arrival, tpot, cached, request.prompt_len, broken_s is not None)
 
 
 class Fleet(Probe):
@@ -137,7 +147,8 @@ class Fleet(Probe):
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         spec, case = self.spec, self._cases[point.values["case"]]
         routing, cache, alone = self.engine.parallel.routing, self.engine.cache, case.routers == 1
-        routers = [Router(routing, case.replicas, cache, alone) for _ in range(case.routers)]
+        homes = _homes() if case.homes else None
+        routers = [Router(routing, case.replicas, cache, alone, homes) for _ in range(case.routers)]
         cluster = Cluster([self._replica() for _ in range(case.replicas)], *routers)
         gc.freeze()  # block pools are long lists, which the collector would go through again and again
         rng = np.random.default_rng(self.settings.seed)
@@ -146,7 +157,6 @@ class Fleet(Probe):
         breaking = rng.permutation(case.replicas)[: round(case.down * case.replicas)].tolist()
         events = [(breaks, number, False) for number in breaking] + [(back, number, True) for number in breaking]
         seen: list[_Seen] = []
-        num_broken = 0
         for due in self._arrivals(case, window, rng):
             while events and events[0][0] <= due:
                 moment, number, starts = events.pop(0)
@@ -156,17 +166,18 @@ class Fleet(Probe):
                     continue
                 for lost in cluster.stop(number):
                     if lost.token_times and lost.token_times[0] <= moment:
-                        num_broken += 1  # its client has read some of it
+                        seen.append(_Seen.of(lost, broken_s=moment))  # its client has read some of it
                     else:
                         output = lost.max_total_tokens - lost.prompt_len
-                        cluster.send("", lost.token_ids[: lost.prompt_len], output, lost.arrival_time)
+                        _send(cluster, case, lost.token_ids[: lost.prompt_len], output, lost.arrival_time)
             _advance(cluster, due, seen)
-            cluster.send("", *self._request(case, rng), due)
+            _send(cluster, case, *self._request(case, rng), due)
         _advance(cluster, None, seen)
+        there = [one for one in seen if breaking and one.arrival_s < back and one.end_s >= breaks]
         found = {
             **self._told([one for one in seen if one.arrival_s >= SETTLING * window]),
-            "kept_down_share": self._kept([one for one in seen if breaking and breaks <= one.arrival_s < back]),
-            "broken_share": num_broken / (num_broken + len(seen)),
+            "kept_down_share": self._kept(there),
+            "broken_share": sum(one.broken for one in seen) / len(seen),
             "route_us": self._route_us(routers[0], case, rng),
         }
         gc.unfreeze()  # else this cluster is there as long as the run
@@ -191,7 +202,7 @@ class Fleet(Probe):
         start = int(rng.integers(len(tokens) - spec.suffix_tokens - spec.prefix_tokens))
         prompt = tokens[start : start + spec.prefix_tokens + spec.suffix_tokens]
         if rng.random() < spec.shared:
-            known = spec.prefixes * case.replicas
+            known = case.prefixes * case.replicas
             start = int(known ** rng.random()) - 1
             prompt[: spec.prefix_tokens] = tokens[start : start + spec.prefix_tokens]
         return prompt, 1 + min(int(rng.exponential(spec.output_tokens)), LONGEST_ANSWER - 1)
@@ -202,7 +213,7 @@ class Fleet(Probe):
         return np.random.default_rng(self.settings.seed).integers(0, VOCABULARY, 1_000_000).tolist()
 
     def _told(self, seen: Sequence[_Seen]) -> dict[str, float | None]:
-        _, ttft, _, cached, prompt = np.array(seen).T
+        _, _, ttft, _, cached, prompt, _ = np.array(seen).T
         return {
             "hit_rate": float(cached.sum() / prompt.sum()),
             "kept_share": self._kept(seen),
@@ -212,7 +223,8 @@ class Fleet(Probe):
 
     def _kept(self, seen: Sequence[_Seen]) -> float | None:
         spec = self.spec
-        kept = sum(1e3 * one.ttft_s <= spec.ttft_ms and 1e3 * one.tpot_s <= spec.tpot_ms for one in seen)
+        whole = [one for one in seen if not one.broken]
+        kept = sum(1e3 * one.ttft_s <= spec.ttft_ms and 1e3 * one.tpot_s <= spec.tpot_ms for one in whole)
         return kept / len(seen) if seen else None
 
     def _route_us(self, router: Router, case: Case, rng: np.random.Generator) -> float:
@@ -223,6 +235,19 @@ class Fleet(Probe):
         for prompt in prompts:
             router.end(router.route(router.chain(prompt), 1, up))
         return 1e6 * (time.process_time() - started) / TIMED_ROUTES
+
+
+def _homes() -> Homes:
+    file = make_homes()
+    try:
+        return Homes(file)
+    finally:
+        os.close(file)
+
+
+def _send(cluster: Cluster, case: Case, prompt: list[int], output: int, arrival: float) -> None:
+    router = hash(tuple(prompt[:BEGINNING])) if case.by_prefix else None
+    cluster.send("", prompt, output, arrival, router=router)
 
 
 def _advance(cluster: Cluster, until: float | None, seen: list[_Seen]) -> None:

@@ -21,7 +21,7 @@ from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
-from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare
+from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare, require_triton
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
@@ -33,7 +33,7 @@ from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import ABSENT, Row
-from mini_infer.core.config import DType
+from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.modeling.loader import resolve_device
 
@@ -126,6 +126,13 @@ class KernelSweep(Experiment):
         self.baseline = spec.baseline
         self._peers = schema.build(PeerSettings, config.peers, "peers")
         self.device = self.engine.model.device
+        if self.device is Device.cpu and any(CASES[sweep.case].needs_gpu for sweep in spec.sweeps):
+            try:
+                require_triton(torch.device("cpu"))
+            except VariantAbsent as why:
+                raise ConfigError(
+                    f"nothing of {spec.title!r} runs on a CPU ({why}): leave out hardware=cpu, and start it on a GPU"
+                ) from why
         self.variants = self.with_baseline_again(
             {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         )

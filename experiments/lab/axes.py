@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -61,6 +62,30 @@ def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
             if scale in of_scale or via == URL:
                 both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
                 yield scale, via, functools.reduce(_merged, (own or {}, said, both or {}))
+
+
+@functools.cache
+def said(experiment: str, scale: str, via: str, conf: Path = CONF) -> dict[str, Any] | None:
+    """What the files of the experiment and of the scale say of both, in the order in which Hydra merges them, which
+    takes half a second for all that others say; None where they say nothing of that scale and way."""
+    path = conf / "experiment" / f"{experiment}.yaml"
+    known = {(s, v): content for s, v, content in nodes(read(path))} if path.is_file() else {}
+    at = known.get((scale, via), {} if path.is_file() and not known and scale == OWN else None)
+    files = [*with_parents(conf / "scale" / f"{scale}.yaml"), *with_parents(path)]
+    return None if at is None else functools.reduce(_merged, (*map(read, files), at))
+
+
+def with_parents(path: Path) -> list[Path]:
+    """A file behind those that its defaults list builds on; nothing where there is none."""
+    if not path.is_file():
+        return []
+    named = [entry for entry in read(path).get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
+    return [*(file for name in named for file in with_parents(path.with_name(f"{name}.yaml"))), path]
+
+
+def read(path: Path) -> Any:
+    """A file in which OmegaConf, which parses in Python for seconds, would take 1e3 for a number."""
+    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
 def check(config: DictConfig, experiment: str) -> str:

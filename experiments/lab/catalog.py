@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from experiments.lab import schema
-from experiments.lab.axes import NO_SCALE, nodes
+from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import suggest
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.schema import SHORT
 from mini_infer.assets import shipped_path
-from mini_infer.core.config import LoadFormat
+from mini_infer.core.config import Device, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model_files import local_folder, safetensors_files
 
 POINTS = "experiment.points."
+LEFT_OUT = "~experiment.variants."
 EXAMPLES = (
     ("python run.py experiment=quickstart", "one experiment, as it is"),
-    ("python run.py experiment=quickstart measure.repeats=3", "with a setting changed"),
+    ("python run.py experiment=quickstart measure.repeats=4", "with a setting changed"),
     ("python run.py experiment=quickstart engine/prefill=whole", "with a mechanism swapped"),
     ("python run.py experiment=prefix_cache scale=7b via=http hardware=h200", "of a larger model, over HTTP"),
     ("python run.py experiment=quickstart 'experiment.points.workload.concurrency=[4]'", "at other points"),
@@ -70,12 +70,7 @@ def chosen(arguments: Sequence[str]) -> str:
 
 def experiments(conf: Path) -> dict[str, Any]:
     """Experiment -> its file."""
-    return {name: _read(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
-
-
-def _read(path: Path) -> Any:
-    """A file in which OmegaConf, which parses in Python for seconds, would take 1e3 for a number."""
-    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: read(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
 
 
 def experiment_list(conf: Path) -> str:
@@ -145,6 +140,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
+    schema.experiment_class(settled.config).from_config(settled.config)  # to refuse what a run refuses
     spec = schema.plain(settled.config.experiment)
     axes, measure = settled.axes, settled.config.measure
     measured = {f"scale={scale} via={via}": None for scale, via, _ in nodes(settled.config)}
@@ -177,7 +173,10 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     lines += [f"note      {note}" for note in settled.notes]
     passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
     lines.append(f"memory    {_memory(settled.config.engine, len(variants) if spec.get('keep_engines') else 1)}")
+    device = settled.config.engine.model.device
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
+        if device is not Device.auto and (path.parent.name == "cpu") != (device is Device.cpu):
+            continue  # what it took elsewhere says nothing
         info = store.read(path).info
         took, then = info.provenance.seconds / 60, info.config["measure"]
         arms = max(1, len(info.variants) - (info.aa is not None))
@@ -221,10 +220,15 @@ def require_setting(word: str, conf: Path) -> None:
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
-    conf/model, `experiment.points.<axis>=[...]`, `slo.<bound>=...` of an experiment, `--record` and `--resume`; and a
-    `scale` where only its model is typed: dtype, device and memory belong to the model."""
+    conf/model, `experiment.points.<axis>=[...]`, `~experiment.variants.<name>`, `slo.<bound>=...` of an experiment,
+    `--record` and `--resume`; and a `scale` where only its model is typed: dtype, device and memory are the model's."""
+    without = [argument for argument in arguments if argument.startswith(LEFT_OUT)]
+    names = ",".join(argument.removeprefix(LEFT_OUT) for argument in without)
     changed = _scale_of_model(arguments, conf)  # before any flag, where Hydra takes no more settings
+    changed += [f"measure.without=[{names}]"] if without else []  # it knows no key with a + in it
     for argument in arguments:
+        if argument in without:
+            continue
         key, _, value = argument.partition("=")
         other = key == "model" and not (conf / "model" / f"{value}.yaml").exists()
         if other and ("/" in value or Path(value).is_dir() or shipped_path(value) is not None):
@@ -243,8 +247,8 @@ def _scale_of_model(arguments: Sequence[str], conf: Path) -> list[str]:
     path = conf / "experiment" / f"{said.get('experiment')}.yaml"
     if "model" not in said or "scale" in said or not path.is_file():
         return []
-    wanted, scales = {"override /model": said["model"]}, _read(path).get("scales") or {}
-    known = [name for name in scales if wanted in (_read(conf / "scale" / f"{name}.yaml").get("defaults") or [])]
+    wanted, scales = {"override /model": said["model"]}, read(path).get("scales") or {}
+    known = [name for name in scales if wanted in (read(conf / "scale" / f"{name}.yaml").get("defaults") or [])]
     return [f"scale={name}" for name in known[:1]]
 
 

@@ -100,7 +100,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "A B | A --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
     ),
-    "stale": Command("", "results whose code has changed since they were measured", stale),
+    "stale": Command("", "results whose code or question has changed since they were measured", stale),
     "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
 }
 

@@ -17,7 +17,7 @@ from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, RequestRow, StepRow
+from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
@@ -42,6 +42,7 @@ class Findings:
     error: BaseException | None = None  # what stopped it
     steps: Sequence[StepRow] = ()
     requests: Sequence[RequestRow] = ()
+    gaps: Sequence[GapRow] = ()
     workload: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made
     ceilings: Ceilings | None = None  # that floors were taken from
     notes: Sequence[str] = ()

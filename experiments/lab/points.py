@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,8 +81,9 @@ def flat(values: Mapping[Any, Any], inside: str = "") -> dict[str, Any]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each dotted key, or the whole key where two would look the same."""
-    last = [key.rpartition(".")[2] for key in keys]
+    """The last part of each dotted key, behind whose it is where a variant or a claim has it; or the whole key where
+    two would look the same."""
+    last = [re.sub(r"^(experiment\.((?:variants|claims)\.[^.]+\.))?.*?([^.]+)$", r"\2\3", key) for key in keys]
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 

@@ -86,6 +86,7 @@ class Measure(Checked, section="measure"):
     predict: bool = False  # beside each variant of the engine, what a simulated one would do
     costs: str = "conf/costs"  # folder of what a simulated engine's steps take
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
+    without: tuple[str, ...] = ()  # of experiment.variants, those that are left out, with the claims about them
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -20,13 +20,16 @@ from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
 PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url")
-# What a page's name says already, or where things are, and not what is measured.
-NOT_CHANGES = ("scale", "via", "hardware", "model", "engine.model.path", *PLACES)
-# Of the experiment: the page has them, and most are too long for a name.
-SHOWN = ("points", "variants", "claims", "metrics", "plots", "gate_at", "again_at", "sweeps", "mixes")
+# What a page's name says already; PLACES say where things are, and not what is measured.
+NOT_CHANGES = ("experiment", "scale", "via", "hardware", "model", "engine.model.path")
+VARIANTS = "experiment.variants."
+# How the names of metrics end whose values are a machine's, and no other one's: times, rates, shares of what it can do.
+OF_MACHINES = ("_ms", "_us", "_s", "_rps", "mbu", "mfu", "gpu_idle_share")
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 WHOLE = ("model", "workload")  # of the one that is chosen points and variants change what they like
 INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
-EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "hydra", *PLACES)  # may be typed of any
+# May be typed of any.
+EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "measure.without", "hydra", *PLACES)
 MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that say which model it is
 
 
@@ -48,24 +51,94 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     OmegaConf.set_struct(config, False)
     _require_scale_of_device(config, typed)
     _set_device(config, typed)
-    notes = _narrow(config, experiment)
+    notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     _require_read(config, typed, experiment)
-    notes += _rename(config, typed)
+    notes += [*_balance(config), *_drop_bounds(config, experiment), *_rename(config, typed)]
+    changed = _changed(config, typed)
+    notes += _say(config, changed)
     schema.workload(config)  # to find what it does not know
     OmegaConf.set_struct(config, True)
-    return Settled(config, axes.chosen(config), default, _changed(typed), tuple(notes))
+    return Settled(config, axes.chosen(config), default, changed, tuple(notes))
 
 
-def _changed(typed: Sequence[Override]) -> dict[str, str]:
+def _changed(config: DictConfig, typed: Sequence[Override]) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in typed:
-        key = one.key_or_group
+        key, value = one.key_or_group, one.value()
         if key == "measure.points":
-            found |= {axis: points.shown(values) for axis, values in one.value().items()}
-        elif key != "experiment" and not _within(key, (*NOT_CHANGES, *(f"experiment.{name}" for name in SHOWN))):
-            found[key] = "deleted" if one.is_delete() else points.shown(one.value())
+            found |= {axis: points.shown(values) for axis, values in value.items()}
+        elif key == "measure.without":
+            found |= {f"{VARIANTS}{name}": "deleted" for name in value}
+        elif one.is_delete():
+            found[key] = "deleted"
+        elif key == "measure.repeats":
+            found[key] = str(config.measure.repeats)  # as many as there will be
+        elif key not in NOT_CHANGES and not _within(key, PLACES):
+            found |= {leaf: points.shown(own) or "none" for leaf, own in points.flat({key: value}).items()}
     return found
+
+
+def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
+    """What is not as the experiment has it, on the page and in the labels of variants."""
+    said = [f"{VARIANTS}{name}" for name in config.measure.without]
+    own = {key: value for key, value in changed.items() if key.startswith("experiment.") and key not in said}
+    of_variants: dict[str, list[str]] = {}
+    for key, value in own.items():
+        name, _, setting = key.partition(VARIANTS)[2].partition(".")
+        if setting and f"{VARIANTS}{name}.label" not in own:
+            of_variants.setdefault(name, []).append(f"{setting.rpartition('.')[2]} {value}")
+    for name, told in of_variants.items():
+        if isinstance(variant := config.experiment.variants.get(name), DictConfig):
+            variant.label = f"{variant.get('label') or name.replace('_', ' ')} ({', '.join(told)})"
+    text = ", ".join(f"{key.removeprefix('experiment.')}={value}" for key, value in own.items())
+    return [f"Not as the experiment has it: {text}."] if own else []
+
+
+def _leave_out(config: DictConfig) -> list[str]:
+    """Drops the variants of measure.without, and the claims about them."""
+    gone = list(config.measure.without)
+    for name in gone:
+        if name not in (known := config.experiment.get("variants") or {}):
+            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
+        del config.experiment.variants[name]
+    lost = _keep_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & set(gone)) if gone else 0
+    return [f"Measured without {', '.join(gone)}." + _left_out(lost, "about what is not measured")] if gone else []
+
+
+def _balance(config: DictConfig) -> list[str]:
+    asked = config.measure.repeats
+    if asked == 1 or asked % 2 == 0:
+        return []
+    config.measure.repeats = asked + 1
+    return [f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
+            "number does not balance."]  # fmt: skip
+
+
+def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
+    """Those that a CPU keeps, or does not, say nothing where they were written for a GPU, and the other way round."""
+    files = axes.said(experiment, config.axes.scale, config.axes.via) or {}
+    own, here = files.get("engine", {}).get("model", {}).get("device"), config.engine.model.device
+    if own not in DEVICES or here in (own, Device.auto):
+        return []
+    lost = _keep_claims(config, lambda claim: not _is_of_machine(claim))
+    if not lost:
+        return []
+    config.experiment.target = ""
+    where = f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}."
+    return [where + _left_out(lost, f"with bounds for {DEVICES[own]}")]
+
+
+def _is_of_machine(claim: Mapping[str, Any]) -> bool:
+    ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
+    return not ratio and str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
+
+
+def _keep_claims(config: DictConfig, kept: Callable[[Any], bool]) -> int:
+    """How many are dropped."""
+    every = config.experiment.get("claims") or []
+    config.experiment.claims = [claim for claim in every if kept(claim)]
+    return len(every) - len(config.experiment.claims)
 
 
 def _require_known(typed: Sequence[Override]) -> None:
@@ -133,19 +206,18 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         return []
     if config.experiment.get("_target_") != variants.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
-    known = dict(schema.plain(config.experiment).get("points") or {})
-    for axis, values in asked.items():
-        known[axis] = _chosen(axis, known.get(axis), values)
+    own = schema.plain(config.experiment).get("points") or {}
+    known = {**own, **{axis: _chosen(axis, own.get(axis), values) for axis, values in asked.items()}}
+    if known == own:
+        return []
     config.experiment.points = known
     grid = points.grid(known)
-    kept, lost = [], 0
-    for claim in config.experiment.get("claims") or []:
+
+    def stands(claim: Any) -> bool:
         wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
-        if claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}]):
-            kept.append(claim)
-        else:
-            lost += 1
-    config.experiment.claims = kept
+        return claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}])
+
+    lost = _keep_claims(config, stands)
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
     if config.experiment.get("again_at"):
@@ -248,7 +320,6 @@ def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
     config.axes.model = f"{name}, changed" if inside else name
     config.axes.scale = "".join(c if c.isalnum() or c in "_-" else "_" for c in name) + "_changed" * inside
     config.axes.method = ""
-    lost = len(config.experiment.get("claims") or [])
-    config.experiment.claims = []
+    lost = _keep_claims(config, lambda claim: False)
     config.experiment.target = ""
     return [f"Measured with {config.axes.model} instead of {was}." + _left_out(lost, f"with bounds for {was}")]

@@ -21,7 +21,8 @@ from mini_infer.simulation.replica import Replica
 class Cluster:
     """
     Args:
-        routers: of several, requests take turns, and each hears from the replicas how much the others have sent there.
+        routers: of several, requests take turns unless they say to which one they come, and each hears from the
+            replicas how much the others have sent there.
 
     Attributes:
         clock: how far the time line is; it never goes back.
@@ -52,22 +53,23 @@ class Cluster:
         output_tokens: int,
         arrival: float | None = None,
         priority: int = 0,
+        router: int | None = None,
     ) -> Request:
-        """A request that comes now, where it was not due at an `arrival` before. RequestError where it can never be
-        served."""
+        """A request that comes now, where it was not due at an `arrival` before, to the router of this number. None:
+        they take turns. RequestError where it can never be served."""
         now = self.clock.now if arrival is None else max(self.clock.now, arrival)
-        router = self._routers[self._num_sent % len(self._routers)]
+        chosen = self._routers[(self._num_sent if router is None else router) % len(self._routers)]
         self._num_sent += 1
-        chain = router.chain(prompt)
-        prefill_at = self._choose_prefill(router, chain) if self._prompts else None
-        route = router.route(chain, 1, self._up)
+        chain = chosen.chain(prompt)
+        prefill_at = self._choose_prefill(chosen, chain) if self._prompts else None
+        route = chosen.route(chain, 1, self._up)
         replica = self._replicas[route.replica]
         try:
             request = replica.add(request_id, prompt, output_tokens, now, priority, arrival, prefill_at)
         except Exception:
-            router.end(route)
+            chosen.end(route)
             raise
-        self._sent[request] = router, route
+        self._sent[request] = chosen, route
         self._schedule(route.replica)
         return request
 

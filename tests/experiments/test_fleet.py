@@ -27,7 +27,7 @@ def test_replicas_with_room_keep_every_promise(values):
 
 def test_what_is_found_is_what_was_shared(values):
     """One beginning, which is half of a prompt: it is found by all that have it, but for the first ones."""
-    found = values("experiment.prefixes=1", "+experiment.shared=1", replicas=1, load=0.5)
+    found = values("+experiment.shared=1", prefixes=1, replicas=1, load=0.5)
     assert 0.45 < found["hit_rate"] <= 0.5
     assert values("+experiment.shared=0", replicas=1, load=0.5)["hit_rate"] == 0
 
@@ -38,6 +38,22 @@ def test_half_of_the_replicas_down_break_streams_and_promises(values):
     assert whole["broken_share"] == 0 < broken["broken_share"] < 0.1
     assert broken["kept_down_share"] < spared["kept_down_share"] > 0.8
     assert broken["kept_share"] < whole["kept_share"]
+
+
+def test_routers_that_know_less_of_each_other_find_less(values):
+    """Many beginnings over few replicas: who shares requests out by them, or knows where they went, finds more."""
+    many = {"replicas": 8, "prefixes": 20, "load": 0.5}
+    hits = {
+        name: values(**many, **how)["hit_rate"]
+        for name, how in {
+            "one": {},
+            "alone": {"routers": 8},
+            "homes": {"routers": 8, "homes": "true"},
+            "by prefix": {"routers": 8, "by_prefix": "true"},
+        }.items()
+    }
+    assert hits["alone"] < 0.97 * hits["one"]
+    assert hits["homes"] > hits["alone"] < hits["by prefix"]
 
 
 def test_what_no_fleet_can_be_is_refused(compose_config):

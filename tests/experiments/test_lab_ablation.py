@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -115,7 +116,10 @@ def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch)
         ("transformers", 1, True),
     ]
     assert found.gates[0].total_tokens == 2 * 4 * 5
-    assert len([r for r in found.requests if r.variant == "transformers"]) == 2 * 4
+    stored = Counter((r.repeat, r.attempt, r.valid) for r in found.requests if r.variant == "transformers")
+    assert stored == {(0, 0, False): 4, (0, 1, True): 4, (1, 0, True): 4}
+    assert [(row.variant, row.repeat) for row in found.gaps] == [(r.variant, r.repeat) for r in found.rows if r.valid]
+    assert {sum(row.histogram[1]) for row in found.gaps} == {4 * 4}, "of 5 tokens each"
 
 
 def test_requests_that_the_engine_refuses_are_invalid(build):

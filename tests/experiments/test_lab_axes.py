@@ -155,6 +155,94 @@ def test_a_run_is_named_by_the_settings_of_its_experiment_too(compose_config):
     assert settled.changed == {"experiment.count": "6", "experiment.prompts": "2"}
 
 
+MISLABELLED = [  # measured as it was typed, and once recorded in the place of `default`
+    ("prefix_cache", ["experiment.variants.on.cache.prefix_caching=false"], "variants.on.prefix_caching=False"),
+    (
+        "chunked_prefill",
+        ["experiment.variants.chunk_64.scheduler.max_num_batched_tokens=512"],
+        "variants.chunk_64.max_num_batched_tokens=512",
+    ),
+    ("spec_decode", ["experiment.variants.draft_4.speculation.num_tokens=2"], "variants.draft_4.num_tokens=2"),
+    ("prefix_cache", ["experiment.claims=[]"], "claims=none"),
+    ("prefix_cache", ["experiment.claims.0.ratio_at_most=0.99"], "claims.0.ratio_at_most=0.99"),
+    ("prefix_cache", ["experiment.claims=[]", "experiment.metrics=[ttft_ms]"], "claims=none,metrics=ttft_ms"),
+    ("prefix_cache", ["+experiment.variants.more={cache: {block_size: 8}}"], "variants.more.block_size=8"),
+    ("flash_decode", ["experiment.variants.fa4=mine"], "fa4=mine"),
+    ("replicas", ["~experiment.variants.least_loaded"], "least_loaded=deleted"),
+    ("prefix_cache", ["measure.repeats=3"], "repeats=4"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "typed_in", "run"), MISLABELLED)
+def test_a_run_that_asks_otherwise_is_called_so(compose_config, experiment, typed_in, run):
+    settled = settle(compose_config, experiment, *typed_in)
+    assert store.run_name(settled.changed) == run
+    assert settled.notes, "beside the name, which paths.run=default can hide"
+
+
+def test_a_variant_is_no_longer_what_its_label_says(compose_config):
+    typed_in = ["experiment.variants.on.cache.prefix_caching=false", "paths.run=default"]
+    settled = settle(compose_config, "prefix_cache", *typed_in)
+    assert dict(Ablation.from_config(settled.config).variants) == {
+        "off": "without",
+        "on": "with (prefix_caching False)",
+    }
+    assert settled.notes == ("Not as the experiment has it: variants.on.cache.prefix_caching=False.",)
+    mine = settle(compose_config, "prefix_cache", *typed_in, "experiment.variants.on.label=mine")
+    assert Ablation.from_config(mine.config).variants["on"] == "mine"
+    runs_of_a_sweep = [swept(n, "x", variants={"base": "off", "new": f"on (x {n})"}) for n in (1, 2)]
+    assert sweeps.joined(runs_of_a_sweep)[0].info.variants == {"base": "off", "new": "on"}
+
+
+def test_a_variant_that_is_left_out_takes_its_claims_along(compose_config, run_py, capsys):
+    settled = settle(
+        compose_config, "composition", "~experiment.variants.overlap+drafts", "~experiment.variants.prefix"
+    )
+    names = list(Ablation.from_config(settled.config).variants)
+    assert "prefix+drafts" in names
+    assert not {"overlap+drafts", "prefix"} & set(names)
+    assert settled.notes == ("Measured without overlap+drafts, prefix.",)
+    lost = settle(compose_config, "prefix_cache", "~experiment.variants.on")
+    assert lost.notes == ("Measured without on. Left out: 2 claims about what is not measured.",)
+    assert Ablation.from_config(lost.config).claims == []
+    with pytest.raises(ConfigError, match=r"experiment.variants has no 'onn'; did you mean 'on'\? Known: off, on"):
+        settle(compose_config, "prefix_cache", "~experiment.variants.onn")
+    assert run_py("show", "prefix_cache", "~experiment.variants.off") == 2  # as the run
+    assert "experiment.baseline='off' is no variant" in capsys.readouterr().err
+
+
+def test_an_odd_number_of_repeats_is_rounded_up_and_said(compose_config):
+    settled = settle(compose_config, "prefix_cache", "measure.repeats=3")
+    assert settled.config.measure.repeats == 4
+    assert settled.notes[0].startswith("measure.repeats=3 was rounded up to 4: variants take turns in ABBA order")
+    assert settle(compose_config, "prefix_cache", "measure.repeats=1").config.measure.repeats == 1
+
+
+@pytest.mark.parametrize(
+    ("experiment", "typed_in", "kept", "lost"),
+    [
+        ("prefix_cache", ["scale=7b", "hardware=cpu"], 3, "1 claim"),
+        ("latency", ["scale=0_6b", "engine.model.device=cpu"], 3, "3 claims"),
+        ("fused_kernels", ["hardware=cpu"], 4, "3 claims"),
+        ("prefix_cache", ["scale=7b", "hardware=h200"], 4, ""),
+        ("prefix_cache", ["via=http", "hardware=h200"], 3, ""),  # ratios, and a share of the client's
+    ],
+)
+def test_bounds_that_were_for_a_gpu_are_not_a_cpus(compose_config, experiment, typed_in, kept, lost):
+    settled = settle(compose_config, experiment, *typed_in)
+    said = settled.config.experiment
+    assert len(said.claims) == kept
+    assert bool(lost) == all("at_most" not in claim and "at_least" not in claim for claim in said.claims)
+    notes = [f"{lost} with bounds for a GPU."] if lost else []
+    assert [note.partition("Left out: ")[2] for note in settled.notes] == notes
+    assert bool(schema.plain(said).get("target")) == ("scale=7b" in typed_in and not lost)
+
+
+def test_show_promises_no_machines_time_to_another(run_py, capsys):
+    assert run_py("show", "prefix_cache", "scale=7b", "hardware=cpu") == 0
+    assert "on h200" not in capsys.readouterr().out
+
+
 def test_narrowed_points_are_measured_alone_and_claims_about_others_go(compose_config):
     whole = Ablation.from_config(settle(compose_config, "prefix_cache").config)
     settled = settle(compose_config, "prefix_cache", "experiment.points.workload.hit_rate=[0,0.25]")
@@ -168,6 +256,9 @@ def test_narrowed_points_are_measured_alone_and_claims_about_others_go(compose_c
         "Left out: 1 claim about other points.",
     )
     assert settled.changed == {"workload.hit_rate": "0,0.25"}
+    own = settle(compose_config, "prefix_cache", "experiment.points.workload.hit_rate=[0,0.5,1.0]")
+    assert own.notes == ()
+    assert len(own.config.experiment.claims) == len(whole.claims)
 
 
 def test_named_points_are_chosen_by_their_names(compose_config):
@@ -344,6 +435,10 @@ def test_compare_with_what_was_published(repository):
     text = compare(runs.published(path, "HEAD", folder), path, "HEAD")
     assert f"A  {path} at HEAD" in text
     assert text.index(OTHER_MACHINE) < text.index("B/A")
+    (root / "same").mkdir()
+    store.write(root / "results", demo())
+    text = compare(runs.published(path, "HEAD", root / "same"), path, "HEAD")
+    assert "\n\nA and B are the same measurement, of 2026-01-01T00:00:00+00:00, commit 0123456789ab" in text
     with pytest.raises(StoreError, match="was not published at HEAD~1"):
         runs.published(path, "HEAD~1", folder)
     with pytest.raises(StoreError, match="git knows no revision 'nonsense'"):
@@ -379,6 +474,10 @@ def test_stale_results_are_those_whose_code_has_commits_since(repository):
     text = runs.table([result("x", ("a.py",)), result("y", ("b.py",)), result("z", ())], root)
     assert "    2 commits  x/own.in_process/cpu/default" in text
     assert "y/own" not in text
+    git("commit", "-q", "--allow-empty", "-m", "empty")
+    (root / "b.py").write_text("2")
+    git("commit", "-qam", "changed")
+    assert "    1 commit   y/own.in_process/cpu/default" in runs.table([result("y", ("b.py",))], root)
     assert "z/own.in_process/cpu/default: no commit known" in text
     assert "1 of 3 runs are due" in text
 

@@ -8,14 +8,15 @@ import pytest
 from made_up import METRICS, engine_steps, equal, requests, result
 from matplotlib.colors import to_hex
 
+from experiments.lab import schema
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, expert_rows
-from experiments.lab.show import effects
+from experiments.lab.measure.traces import ExpertRow, GapRow, RequestTrace, Served, expert_rows, gap_rows
+from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import Row, to_csv
 
 pytestmark = pytest.mark.slow  # together they take a while
 
@@ -91,6 +92,31 @@ def test_nothing_to_compare_has_no_forest():
     assert names(given) == ["speed"]
 
 
+def test_an_interval_far_beyond_the_medians_is_an_arrow():
+    found = [Row(v, "concurrency=1", n, "output_tokens_per_s", x, "") for v, own in
+             {"base": (10, 10, 10), "new": (2, 15, 300)}.items() for n, x in enumerate(own)]  # fmt: skip
+    (ax,) = forest.draw(result(rows=found, sizes=(1,), claims=())).axes
+    assert [line.get_marker() for line in ax.lines if line.get_marker() in ("<", ">")] == ["<", ">"]
+    left, right = (line for line in ax.lines if line.get_marker() in ("<", ">"))
+    assert (left.get_xdata()[0], right.get_xdata()[0]) == (pytest.approx(1 / 3), pytest.approx(1.5 * 3))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(2, 300, ["10", "100"]), (2, 90, ["2", "5", "10", "20", "50"]), (3, 9, ["3", "5", "7"]), (10.1, 12, None)],
+)
+def test_a_log_axis_has_several_numbers_whatever_it_spans(low, high, labels):
+    figure, ax = frame.one(3)
+    ax.plot([low, high], [1, 1])
+    ax.set_xscale("log")
+    frame.log_ticks(ax.xaxis)
+    ax.set_xlim(low, high)
+    figure.canvas.draw()
+    found = [float(label.get_text()) for label in ax.get_xticklabels()]
+    shown = [frame.plain(place) for place in found if low <= place <= high]
+    assert len(shown) >= 3 if labels is None else shown == labels
+
+
 # Bars that would say nothing
 
 
@@ -121,6 +147,32 @@ def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
     assert (found.names, list(found.series), found.dots) == (["1", "8"], list(given.info.variants.values()), False)
 
 
+def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
+    variants = {f"v{i}": f"v{i}" for i in range(6)}
+    values = {v: 5.0 + n for n, v in enumerate(variants)}
+    given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")], claims=())
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "8"]
+    dots = [line for line in ax.lines if line.get_gid()]
+    assert [to_hex(line.get_color()).upper() for line in dots] == list(frame.COLOURS[:6])
+
+
+def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
+    points = {f"case {n}": {"case": f"case {n}"} for n in range(17)}
+    found = [row for n, p in enumerate(points) for metric, x in (("ttft_p50_ms", 40 - n), ("output_tokens_per_s", 100))
+             for row in rows({"new": x}, metric, p, repeats=1)]  # fmt: skip
+    given = result(
+        variants={"new": "on"}, baseline=None, gates=[], claims=(), sizes=range(17), points=points, rows=found
+    )
+    panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
+    first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[5:]
+    assert first.get_title() == "the best 12 of 17, lower is better"
+    assert texts(second) == ["all from 100 to 100"]
+    (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
+    assert len(alone.patches) == 12, "somebody has to name the rows"
+
+
 def test_pairs_that_cannot_be_told_from_one_are_grey():
     measured = {"none": (100, 101, 99), "a": (150, 151, 149), "b": (120, 180, 80), "a+b": (180, 181, 179)}
     found = [Row(v, "concurrency=1", r, "output_tokens_per_s", x, "") for v, own in measured.items()
@@ -146,7 +198,7 @@ def served(rates=(10, 20, 40, 80), reached=(10, 18.1, 30, 32)):
 
 
 def test_goodput_past_the_knee_stands_beside_what_was_offered():
-    (ax,) = load.goodput(load.goodput_of(served())).axes
+    (ax,) = load.goodput(*load.goodput_of(served())).axes
     offered, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
     assert list(offered.get_ydata()) == [0, 80]
     assert list(own.get_xdata()) == [10, 20, 40, 80]
@@ -155,6 +207,27 @@ def test_goodput_past_the_knee_stands_beside_what_was_offered():
     )
     assert "goodput" in names(served())
     assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
+
+
+@pytest.mark.parametrize("scale", ["tiny", "7b"])
+def test_rates_with_numbers_of_requests_of_their_own_are_one_curve(compose_config, scale):
+    """On a CPU one rate has its own, on a GPU all that the search tries."""
+    config = compose_config("experiment=serving", f"scale={scale}")
+    points = {point.name: dict(point.values) for point in schema.experiment_class(config).from_config(config).points}
+    offered = {name: s["workload.rate_per_s"] for name, s in points.items() if "workload.rate_per_s" in s}
+    knee = sorted(offered.values())[len(offered) // 2]
+    found = rows({"new": 28}, "slo_rate_rps", "search")
+    for n, (name, rate) in enumerate(offered.items()):  # the search of each variant goes its own way
+        both = ("base", "new") if n % 2 else ("base",)
+        found += rows({v: min(rate, knee) for v in both}, "goodput_rps", name)
+    found += rows({"new": 28}, "slo_rate_rps", "search")
+    given = result(metrics=served().info.metrics, points=points, rows=found, claims=(), gates=[], plots=())
+    (ax,) = load.goodput(*load.goodput_of(given)).axes
+    _, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
+    assert list(own.get_xdata()) == sorted(offered.values())
+    told = ax.get_title().split(";")
+    assert told[0].endswith(f": {wording.number(knee)} requests/s")
+    assert "28.0 [28.0, 28.1] requests/s" in told[1], "what the search itself has found"
 
 
 def test_throughput_against_latency_is_a_curve_of_those_in_flight():
@@ -200,6 +273,38 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
     assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+
+
+def test_only_passes_that_count_are_drawn():
+    """By what their requests say, else by their rows; and of several attempts at a pass one."""
+    waiting = requests(point="concurrency=1")
+    late = [replace(r, first_token_s=r.first_token_s + 9, valid=False) for r in waiting]
+    tries = [*late, *(replace(r, attempt=1, valid=True) for r in waiting), *(replace(r, repeat=1) for r in waiting)]
+    for own in (tries, [*late, *(replace(r, repeat=1, valid=True) for r in waiting)]):
+        (found,) = load.waits_of(result(requests=own))
+        assert len(found.values["base"][0]) == len(waiting)
+        assert max(found.values["base"][0]) < 1000
+    given = result(requests=waiting, steps=engine_steps(point="concurrency=1"))
+    assert len(load.waits_of(given)) == 2
+    bad = [replace(r, valid=False, reason="short") if (r.point, r.repeat) == ("concurrency=1", 0) else r
+           for r in given.rows]  # fmt: skip
+    given = replace(given, rows=tuple(bad))
+    assert load.waits_of(given) == []
+    (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("ttft_p50_ms", PanelKind.gantt),)), given).axes
+    assert texts(ax) == [gallery.NO_VALUE]
+
+
+def test_gaps_between_tokens_are_drawn_of_whoever_tells_them():
+    times = tuple(sorted([*(0.005 * n for n in range(100)), 0.7, 0.9]))
+    trace = RequestTrace(10, 102, 0.0, times, ())
+    (row,) = gap_rows("new", "concurrency=1", 0, Served((trace,), 0.0, 1.0))
+    assert row.gaps == ("4.934x99", "198.5x1", "204.5x1")
+    given = replace(result(requests=requests(point="concurrency=1")), gaps=(row,))
+    _, itl = load.waits(load.waits_of(given), given).axes
+    assert itl.get_legend_handles_labels()[1] == [given.info.variants["new"]]
+    assert [round(share, 1) for share in itl.lines[0].get_ydata()] == [100, 2.0, 1.0, 0]
+    assert len(to_csv(GapRow, [row])) < 100
+    assert gap_rows("new", "", 0, Served((replace(trace, token_times=(1.0,)),), 0.0, 1.0)) == []
 
 
 def test_a_distribution_of_few_or_a_picture_of_many_is_not_drawn():

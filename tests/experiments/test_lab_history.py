@@ -1,13 +1,15 @@
 """How far the code has gone on since a result was measured, by git's own history."""
 
+import json
 import subprocess
 from dataclasses import replace
 
 import pytest
 from made_up import result
 
+from experiments.lab.show import pages
 from experiments.lab.show.pages import moved
-from experiments.lab.store.runs import commits_since
+from experiments.lab.store.runs import asked_differently, commits_since
 
 
 def git(folder, *arguments):
@@ -26,7 +28,8 @@ def repository(tmp_path):
 def commit(folder, *names):
     for name in names:
         path = folder / name
-        path.write_text((path.read_text() if path.exists() else "") + "more\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((path.read_text() if path.exists() else "") + "# more\n")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "A change")
     return git(folder, "rev-parse", "HEAD")
@@ -47,6 +50,51 @@ def test_only_commits_that_touched_the_code_count(repository):
     git(repository, "commit", "-qm", "It is gone")
     assert commits_since(info, repository) == 2
     assert commits_since(measured(info.provenance.commit, code=("code.py", "other.py")), repository) == 3
+
+
+def test_a_question_that_was_put_otherwise_counts_as_code_does(repository):
+    files = [f"conf/experiment/{name}.yaml" for name in ("demo", "_parent", "other")]
+    for name, text in zip(files, ("defaults: [_parent, override /scale: x]\n", "", ""), strict=True):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(text)
+    info = measured(commit(repository, *files))
+    assert commits_since(info, repository) == 0
+    for name in files:
+        commit(repository, name)
+    assert commits_since(info, repository) == 2
+
+
+TTFT, RATE = ({"metric": m, "variant": "new", "at_most": 9, "source": "x"} for m in ("ttft_p50_ms", "itl_p99_ms"))
+
+
+@pytest.mark.parametrize(
+    ("had", "asked", "changes", "differs"),
+    [
+        ([TTFT, RATE], [TTFT, RATE], {}, False),
+        ([TTFT], [{**TTFT, "source": "another word for it"}], {}, False),
+        ([TTFT], [{**TTFT, "at_most": 8}], {}, True),
+        ([TTFT], [TTFT, RATE], {}, True),
+        ([TTFT], [TTFT, RATE], {"changed": {"workload.hit_rate": "0"}}, False),  # at other points
+        ([TTFT], [TTFT, RATE], {"notes": ("Measured on a CPU. Left out: 1 claim with bounds for a GPU.",)}, False),
+        ([TTFT], [RATE], {"changed": {"workload.hit_rate": "0"}}, True),
+        ([TTFT], [RATE], {"changed": {"experiment.claims.0.metric": "ttft_p50_ms"}}, False),  # as it was typed
+        ([TTFT], [RATE], {"scale": "my-model"}, False),  # of which the experiment says nothing
+    ],
+)
+def test_a_result_knows_that_other_claims_are_made_by_now(tmp_path, had, asked, changes, differs):
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    text = json.dumps({"defaults": ["_parent"], "scales": {"tiny": {"experiment": {"claims": asked}}, "7b": None}})
+    (tmp_path / "conf/experiment/demo.yaml").write_text(text)
+    (tmp_path / "conf/experiment/_parent.yaml").write_text(json.dumps({"experiment": {"claims": had}}))
+    for scale, expected in (("tiny", differs), ("7b", False)):  # which has its parent's
+        info = replace(result(config={"experiment": {"claims": had}}).info, **{"scale": scale, **changes})
+        assert asked_differently(info, tmp_path) is expected
+
+
+def test_the_page_says_so(monkeypatch):
+    monkeypatch.setattr(pages, "asked_differently", lambda info: True)
+    assert pages.moved(result().info, lambda _: 2) == "2 commits since, asked differently since"
+    assert "as measured, asked differently since" in pages.index_page([result()], (), lambda _: 0)
 
 
 def test_where_git_cannot_tell_nobody_says_that_it_can(repository, tmp_path_factory):

@@ -344,7 +344,9 @@ def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, mo
         metrics=["time_us"],
         plots=[],
     )
-    config.experiment.claims = [{"metric": "time_us", "variant": "eager", "at": {"tokens": 3}, "at_most": 1e9}]
+    at, against = {"tokens": 3}, {"tokens": 4}
+    claim = {"metric": "time_us", "variant": "eager", "at": at, "against": against, "ratio_at_most": 1e9}
+    config.experiment.claims = [claim]
     text = execute(config, "attention_backends", [], tmp_path).read_text()
     assert "numbers are too far from the reference's" in text
     assert "in fp32 from the same inputs at tokens=3 inner=64 | **refuted** | 0.100 | the gate |" in text
@@ -463,6 +465,23 @@ def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch, no_interpret
     assert "Utilization is left out, because nobody has measured." in found.notes
 
 
+def test_what_needs_a_gpu_says_so_before_it_starts(compose_config, no_interpreter, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
+    needing = {"flash_decode", "kv_fp8", "mla_decode"}
+    assert {name for name, case in CASES.items() if case.needs_gpu} == needing
+    for name in CASES if not torch.cuda.is_available() else ():
+        case, absent = made(name), set()
+        for variant in (set(case.variants) - set(case.apart)) - {"compile"}:
+            try:
+                case.implementation(variant)
+            except VariantAbsent:
+                absent.add(variant)
+        assert (absent == set(case.variants) - set(case.apart)) == (name in needing), name
+    for name in needing:
+        with pytest.raises(ConfigError, match=r"runs on a CPU \(Triton kernels run on a GPU\): leave out hardware=cpu"):
+            KernelSweep.from_config(compose_config(f"experiment={name}", "engine.model.device=cpu"))
+
+
 def test_where_nothing_can_run_it_is_an_error(build, no_interpreter):
     with pytest.raises(
         ConfigError, match=r"nothing can be measured at .* triton: it runs on cuda, not cpu; flash_attn: it runs on"
@@ -503,7 +522,7 @@ def test_the_triton_variants_run_in_the_interpreter(run_py, monkeypatch, tmp_pat
         "experiment.claims=[]", "experiment.plots=[]", "measure.repeats=1", "measure.processes=1",
         f"hydra.run.dir={tmp_path / 'out'}",
         *(f"paths.{place}={tmp_path / place}" for place in ("results", "reports")),
-        *(["~experiment.variants.compile"] if name == "fused_kernels" else []),
+        *(["~experiment.variants.compile", "paths.run=small"] if name == "fused_kernels" else []),
     ]  # fmt: skip
     assert run_py(*overrides) == 0
     (table,) = (tmp_path / "results" / name).glob("*/cpu/*.csv")

@@ -106,7 +106,8 @@ def test_bf16_is_near_and_variants_alike_are_computed_once(monkeypatch):
     for name in ("expect", "measure"):
         real = getattr(logit_gate, name)
         monkeypatch.setattr(logit_gate, name, lambda *of, name=name, real=real: (calls.append(name), real(*of))[1])
-    same = config(scheduler={"max_num_seqs": 7})
+    drafts = {"method": "ngram", "num_tokens": 2}
+    same = config(scheduler={"max_num_seqs": 7, "overlap": "always"}, speculation=drafts)
     other = config(scheduler={"max_num_batched_tokens": 16, "max_num_seqs": 7})
     found = logit_gate.gates({"base": config(), "same": same, "chunks": other}, 0.02)
     assert calls == ["expect", "measure", "measure"], "chunks need no reference of their own"

@@ -34,12 +34,19 @@ def ends(ax, column):
     return [end for bar in ax.collections for segment in bar.get_segments() for end in segment[:, column]]
 
 
+def arrows(ax):
+    """Where intervals leave the axes."""
+    return [line.get_marker() for line in ax.lines if line.get_marker() in list("<>^v") and not line.get_clip_on()]
+
+
 def test_intervals_are_of_what_varies_between_processes():
     apart = {(process, repeat): 10.0 + 5 * process for process in range(3) for repeat in range(4)}
     one_process = {(0, repeat): value for repeat, value in enumerate([10.0, 15.0, 20.0])}
     found = intervals([apart, one_process, {(0, 0): 3.0}])
     assert not found.caps
-    assert intervals([{(0, 0): 3.0, (0, 1): 3.1}]).caps["capsize"] == 0
+    of_two = intervals([{(0, 0): 3.0, (0, 1): 3.5}, {(0, 0): 4.0}])
+    assert (of_two.medians, of_two.errors) == ([3.25, 4.0], ([0.25, 0.0], [0.25, 0.0])), "their range"
+    assert of_two.caps["capsize"] == 0
     whole = stats.estimate([10.0, 15.0, 20.0])
     assert found.medians == [15.0, 15.0, 3.0]
     for errors, distance in zip(found.errors, (15 - whole.low, whole.high - 15), strict=True):
@@ -73,14 +80,15 @@ def test_bars_and_log_axes_are_held_likewise():
         assert bars.get_xlim()[1] < 6 < max(ends(bars, 0))
         number = next(text for text in bars.texts if text.get_text() == "1.45")
         assert number.xy[0] == bars.get_xlim()[1], "where the interval leaves the axis"
+        assert arrows(bars) == [">"]
     panel = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency", log_y=True)
     (lines,) = axes_of([panel], given())
     assert lines.get_yscale() == "log"
     low, high = lines.get_ylim()
     assert min(ends(lines, 1)) < 0.1 < low < high < 10 < max(ends(lines, 1))
     (of_two,) = axes_of([panel], given(WIDE[:2]))
-    low, high = of_two.get_ylim()
-    assert min(ends(of_two, 1)) < 0.5 < low < high < 2.5 < max(ends(of_two, 1)), "medians go from 0.9 to 1.7"
+    assert max(ends(of_two, 1)) == max(WIDE), "of two values the range is drawn"
+    assert (arrows(lines), arrows(of_two)) == (["v", "^"], [])
 
 
 @pytest.mark.slow

@@ -132,14 +132,6 @@ def test_numbers_and_gates_are_put_together(config, monkeypatch):
     assert [schema.workload(own) for own in given] == [schema.workload(config())] * 3
 
 
-def test_an_odd_number_of_repeats_is_rounded_up_and_said(config, monkeypatch):
-    given = found_by(monkeypatch, *[findings(1.0)] * 3)
-    made = config("measure.repeats=5")
-    found = measure(made)
-    assert {own.measure.repeats for own in given} == {made.measure.repeats} == {6}
-    assert found.notes[0].startswith("measure.repeats=5 was rounded up to 6: variants take turns in ABBA order")
-
-
 def test_peers_may_be_measured_in_fewer_processes(config, monkeypatch):
     made = config("peers.processes=1")
     OmegaConf.update(made, "experiment.variants.engine.kind", "hf", force_add=True)

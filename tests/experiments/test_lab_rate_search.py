@@ -139,6 +139,7 @@ def test_a_pass_is_made_again_where_the_machine_changed_its_speed(build, monkeyp
     findings = measured(build(slo={"ttft_ms": 1e-6}))
     tried = [row.valid for row in findings.rows if (row.point, row.repeat) == ("search at 400/s", 0)]
     assert tried == [False, False, True]
+    assert {r.attempt for r in findings.requests if (r.point, r.repeat) == ("search at 400/s", 0)} == {0, 1, 2}
     assert found(findings) == [(0.0, OUTSIDE)] * 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ErrorGate, compare
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.traces import RequestRow, StepRow
+from experiments.lab.measure.traces import GapRow, RequestRow, StepRow
 from experiments.lab.show.pages import report_page
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
@@ -144,25 +144,28 @@ def with_steps():
     names = {"variant": "base", "point": "size=1", "preempted": ("a-1", "a-2"), "finished": ()}
     step = StepRow(**{**numbers, **names}, start_s=0.123456789, duration_s=1e-5)
     request = RequestRow("base", "size=1", "a-1", "a", 0.5, None, None, None, 12, 0, 0, 3)
-    return replace(result(), steps=(step, replace(step, step=2, preempted=())), requests=(request,))
+    requests = (request, replace(request, attempt=1, valid=False), replace(request, attempt=2, valid=True))
+    gaps = (GapRow("base", "size=1", ("4.5x3", "12x40"), 2, 1),)
+    return replace(result(), steps=(step, replace(step, step=2, preempted=())), requests=requests, gaps=gaps)
 
 
 def test_steps_and_requests_come_back(tmp_path):
     path = store.write(tmp_path, with_steps())
     assert set(contents(tmp_path)) == {
-        f"demo/own.in_process/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")
+        f"demo/own.in_process/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv", ".gaps.csv")
     }
     first = contents(tmp_path)
     read = store.read(path)
     assert read.steps == tuple(replace(step, start_s=0.123457) for step in with_steps().steps)
     assert read.requests == with_steps().requests
+    assert (read.gaps, read.gaps[0].histogram) == (with_steps().gaps, ([4.5, 12.0], [3.0, 40.0]))
     store.write(tmp_path, read)
     assert contents(tmp_path) == first
     header = first["demo/own.in_process/cpu/default.requests.csv"].decode().splitlines()[0]
     assert header == (
         "variant,point,request,name,arrival_s,first_scheduled_s,first_token_s,end_s,prompt_tokens,output_tokens,"
         "cached_tokens,preemptions,process,repeat,queue_s,prefill_s,transfer_s,decode_s,transfer_exposed_s,decode_wait_s,"
-        "first_decode_step_s"
+        "first_decode_step_s,attempt,valid"
     )
 
 

@@ -34,10 +34,11 @@ from torch import Tensor
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.kernels.case import row_error
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, LoraConfig
+from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, LoraConfig, When
 from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import RequestError
 from mini_infer.core.plan import Admission, StepPlan
+from mini_infer.core.speculation_config import SpeculationConfig
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
 from mini_infer.modeling.model_files import read_json, resolve_folder
@@ -88,8 +89,8 @@ def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGat
 
 
 def shrunk(config: EngineConfig) -> EngineConfig:
-    """The same shape and settings with few layers, random weights, memory for few sequences, a length that does not
-    depend on what the run needs, and no adapters, which nobody asks for."""
+    """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
+    depend on what the run needs; without what `probe_batch` goes past: hits, overlap, drafts and adapters."""
     model = config.model
     shape = dict(model.hf_config or published(model.path))
     shape["num_hidden_layers"] = LAYERS
@@ -102,8 +103,9 @@ def shrunk(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
-        cache=bare(config.cache, blocks),
-        scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
+        cache=replace(bare(config.cache, blocks), prefix_caching=False),
+        scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES, overlap=When.never),
+        speculation=SpeculationConfig(),
         lora=LoraConfig(),
     )
 
@@ -117,10 +119,10 @@ def bare(cache: CacheConfig, num_blocks: int) -> CacheConfig:
 
 def reference(config: EngineConfig) -> EngineConfig:
     """Of a shrunk config: the same for all that differ in what changes no logits, such as chunks."""
-    exact = changed(config, model={"dtype": "float32", "kernels": "torch"}, cache={"prefix_caching": False}).to_dict()
+    exact = changed(config, model={"dtype": "float32", "kernels": "torch"}).to_dict()
     plain = {"attention": {"prefill": "sdpa", "decode": "sdpa"}, "graphs": {"capture": "never"}, "parallel": {}}
-    steps = {"scheduler": {"max_num_seqs": SEQUENCES, "overlap": "never"}, "speculation": {}}
-    return EngineConfig.from_dict({**exact, **plain, **steps, "numerics": "fast"})
+    steps = {"max_num_seqs": SEQUENCES, "overlap": "never"}
+    return EngineConfig.from_dict({**exact, **plain, "scheduler": steps, "numerics": "fast"})
 
 
 def expect(config: EngineConfig) -> Expected:

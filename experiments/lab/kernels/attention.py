@@ -193,6 +193,7 @@ class FlashDecode(_Attention):
 
     name = "flash_decode"
     variants: ClassVar[tuple[str, ...]] = (SINGLE_PASS, SPLIT_K, FA4, FA3)
+    needs_gpu = True
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:

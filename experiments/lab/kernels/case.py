@@ -46,6 +46,7 @@ class Case(ABC):
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]]  # of a shape, with their defaults; None where it must be given
     variants: ClassVar[tuple[str, ...]]
+    needs_gpu: ClassVar[bool] = False  # no variant is torch's, which runs on a CPU
     apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run
 
     def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:

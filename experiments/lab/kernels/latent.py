@@ -32,6 +32,7 @@ class MLADecode(Case):
         "block_size": 64,  # the only one that FlashMLA takes
     }
     variants = (SINGLE_PASS, SPLIT_K, FLASH_MLA)
+    needs_gpu = True
     apart = (FLASH_MLA,)
 
     def __init__(self, *arguments: Any) -> None:

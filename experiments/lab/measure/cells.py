@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experiments.lab.judge import formulas, roofline, validity
+from experiments.lab.judge import formulas, roofline
 from experiments.lab.judge.metrics import SLO, Context, Missing
-from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.costs import served as served_as
@@ -124,11 +123,11 @@ def tokens_must_agree(cell: Cell) -> bool:
     return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32
 
 
-def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:
-    """One row a metric; none where a metric has no meaning for the cell (see `left_out`)."""
-    problem = validity.problem(evidence)
+def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, served: Served, problem: str) -> list[Row]:
+    """One row a metric; none where a metric has no meaning for the cell (see `left_out`). `problem`: why the pass does
+    not count."""
     found = []
-    for name, value in formulas.measure(evidence.served, names, measured).items():
+    for name, value in formulas.measure(served, names, measured).items():
         if not isinstance(value, Missing):
             found.append(_row(cell, repeat, name, value, problem))
         elif value.applies:

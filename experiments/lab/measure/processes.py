@@ -46,12 +46,6 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
     """
     settings = schema.build(schema.Measure, config.measure, "measure")
     notes = []
-    if settings.repeats > 1 and settings.repeats % 2:
-        OmegaConf.update(config, "measure.repeats", settings.repeats + 1)
-        notes.append(
-            f"measure.repeats={settings.repeats} was rounded up to {settings.repeats + 1}: variants take turns in ABBA "
-            "order, which an odd number does not balance."
-        )
     peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
     for key, what, count in (
@@ -238,10 +232,13 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
     status, error = _status(found, planned)
     names = ("samples", "steps", "profiles", "kernels", "experts")
     of_one: dict[str, Any] = {name: next((part for f in found if (part := getattr(f, name))), ()) for name in names}
+    of_all: dict[str, Any] = {
+        name: [replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in getattr(f, name)]
+        for name in ("rows", "requests", "gaps")
+    }
     return replace(
         found[0],
-        rows=[replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in f.rows],
-        requests=[replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in f.requests],
+        **of_all,
         gates=_gates(found),
         error_gates=_error_gates(found),
         **of_one,

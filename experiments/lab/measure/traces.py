@@ -3,7 +3,9 @@ and the rows of the result's tables that follow from them."""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -14,6 +16,7 @@ from mini_infer.speculative.policy.costs import StepCosts
 
 RAMP = 0.1  # of the time in which an open loop's requests arrive, at either end
 STEADY = 50  # requests, from which on an open loop is taken to have a steady state
+BIN = 1.03  # times the one before: of gaps between tokens
 FEW_ANSWERS = 2  # one after the other: an open loop that is no longer is a burst
 
 
@@ -214,6 +217,25 @@ class RequestRow:
     transfer_exposed_s: float | None = None
     decode_wait_s: float | None = None
     first_decode_step_s: float | None = None
+    attempt: int = 0  # at the pass: how often it had been tried before
+    valid: bool | None = None  # whether that counts; None in results older than this: the rows of the pass say
+
+
+@dataclass(frozen=True)
+class GapRow:
+    """A pass that counts, and the gaps between its requests' tokens: a histogram whose bins are BIN wide."""
+
+    variant: str
+    point: str
+    gaps: tuple[str, ...]  # `4.57x120`: 120 of 4.57 ms, the middle of a bin; from the shortest on
+    process: int = 0
+    repeat: int = 0
+
+    @property
+    def histogram(self) -> tuple[list[float], list[float]]:
+        """Milliseconds, and how many gaps are so long."""
+        times, counts = zip(*(bin_.split("x") for bin_ in self.gaps), strict=True)
+        return list(map(float, times)), list(map(float, counts))
 
 
 @dataclass(frozen=True)
@@ -243,7 +265,9 @@ def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
     ]
 
 
-def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[RequestRow]:
+def request_rows(
+    variant: str, point: str, repeat: int, served: Served, *, attempt: int = 0, valid: bool | None = None
+) -> list[RequestRow]:
     return [
         RequestRow(
             variant=variant,
@@ -266,9 +290,18 @@ def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[
             transfer_exposed_s=trace.spans.get("transfer_exposed"),
             decode_wait_s=trace.spans.get("decode_wait"),
             first_decode_step_s=trace.spans.get("first_decode_step"),
+            attempt=attempt,
+            valid=valid,
         )
         for trace in served.requests
     ]
+
+
+def gap_rows(variant: str, point: str, repeat: int, served: Served) -> list[GapRow]:
+    """One, of the requests whose latencies count; none where nobody has a second token."""
+    bins = Counter(round(math.log(1e3 * gap, BIN)) for request in served.counted for gap in request.gaps)
+    told = tuple(f"{BIN**place:.4g}x{count}" for place, count in sorted(bins.items()))
+    return [GapRow(variant, point, told, repeat=repeat)] if told else []
 
 
 def expert_rows(variant: str, point: str, served: Served) -> list[ExpertRow]:

@@ -27,6 +27,9 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
     first, second = store.read(a), store.read(b)
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")
+    if first == second:
+        when = f"of {first.info.provenance.started}, {wording.commit(first.info.provenance)}"
+        return f"{second.info.experiment}: {second.info.title}\n\nA and B are the same measurement, {when}."
     if first.info.experiment != second.info.experiment and not revision:  # by which it may have had another name
         names = f"A is a run of {first.info.experiment} and B of {second.info.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")

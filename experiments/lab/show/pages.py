@@ -20,7 +20,7 @@ from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import INVALID
 from experiments.lab.store.result import COMPLETE, Result, RunInfo, page_name
-from experiments.lab.store.runs import Since
+from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
 FIGURES = "figures"  # their folder beside the pages
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
@@ -76,13 +76,14 @@ def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> s
 
 
 def moved(info: RunInfo, since: Since) -> str:
-    """How far the code has gone on."""
+    """How far the code has gone on, and whether other claims are made by now."""
     count = since(info)
+    text = "as measured" if info.provenance.clean is not False else "as measured, with uncommitted changes"
     if count is None:
-        return "no git history here"
-    if count:
-        return f"{count} commit{'s' if count != 1 else ''} since"
-    return "as measured" if info.provenance.clean is not False else "as measured, with uncommitted changes"
+        text = "no git history here"
+    elif count:
+        text = f"{count} commit{'s' if count != 1 else ''} since"
+    return f"{text}, {ASKED_DIFFERENTLY}" if asked_differently(info) else text
 
 
 def _strip(result: Result, since: Since) -> str:
@@ -179,7 +180,8 @@ ABOUT = """\
 What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
 the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
 baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *Commits
-since* have touched the code that the page names since it was measured; `python run.py stale` lists what is due."""
+since* have touched the code that the page names, or its question, since it was measured; of what was *asked differently
+since* the claims are others by now. `python run.py stale` lists what is due."""
 
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
@@ -251,7 +253,7 @@ def _cell(result: Result, since: Since) -> str:
     claims = [judged.verdict for judged in result.judgements]
     told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
     told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
-    told += [moved(info, since)] if since(info) else []
+    told += [moved(info, since)] if since(info) or asked_differently(info) else []
     parts += [", ".join(told)] if told else []
     parts += [f"**{flag.partition(' (')[0]}**" for flag in answer.flags(result)]
     return "<br>".join(parts)

@@ -93,12 +93,18 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
             for point in ([gate.point] if gate.point else run.info.points)
         )
 
+    def label(variant: str, own: str) -> str:
+        """Without what differs between the runs, which stands in the names of points."""
+        every = {run.info.variants.get(variant, own) for _, run in pairs}
+        return own if len(every) == 1 else own.rpartition(" (")[0] or own
+
     metrics = [name for name in first.metrics if all(name in run.info.metrics for _, run in pairs)]
     drawn = list(dict.fromkeys([*(claim.metric for claim in first.claims if claim.metric in metrics), *metrics]))
     panels = tuple(PanelSpec(metric, PanelKind.lines, x=key, x_label=short) for metric in drawn[:PANELS])
     info = replace(
         first,
         run=",".join([f"sweep-{slug(short)}", *([run_name(rest)] if rest else [])]),
+        variants={variant: label(variant, own) for variant, own in first.variants.items()},
         points={named(v, point): {**at, key: v} for v, run in pairs for point, at in run.info.points.items()},
         metrics={name: first.metrics[name] for name in metrics},
         claims=(),

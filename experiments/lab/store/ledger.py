@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,17 @@ from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.traces import RAMP, ExpertRow, RequestRow, StepRow, expert_rows, request_rows, step_rows
+from experiments.lab.measure.traces import (
+    RAMP,
+    ExpertRow,
+    GapRow,
+    RequestRow,
+    StepRow,
+    expert_rows,
+    gap_rows,
+    request_rows,
+    step_rows,
+)
 from experiments.lab.store.rows import Row
 
 Key = tuple[str, str]  # variant, point
@@ -29,6 +40,7 @@ class Round:
     tokens: dict[Key, Tokens] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     requests: list[RequestRow] = field(default_factory=list)
+    gaps: list[GapRow] = field(default_factory=list)
     experts: list[ExpertRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -53,22 +65,20 @@ class Ledger:
         self.rounds: list[Round] = []
         self._host_drifts: list[float] = []  # of all passes
         self._late_readings: list[float] = []  # of all passes, the share of steps
+        self._tried = Counter[tuple[Key, int]]()  # how often each pass was
 
     def enter(
         self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
     ) -> None:
-        """Of several attempts at a cell the last one counts; rows of the others are kept, and are invalid. `absent` is
-        what could not be measured, and why."""
+        """Of several attempts at a cell the last one counts; rows and requests of the others are kept, and are invalid.
+        `absent` is what could not be measured, and why."""
         found = Round()
         baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
-            found.requests.extend(request_rows(cell.variant, cell.point.name, repeat, attempts[-1].served))
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
-                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
-            if repeat == 0:
-                found.experts.extend(expert_rows(cell.variant, cell.point.name, attempts[-1].served))
+                found.steps.extend(step_rows(*cell.key, attempts[-1].served))
             told = _told(attempts[-1])
             if told is None:
                 label = self._terms.labels[cell.variant]
@@ -129,7 +139,13 @@ class Ledger:
             floors_s=[floor.seconds for floor in floors],
             stages=cell.engine.parallel.pipeline,
         )
-        found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
+        problem = validity.problem(evidence)
+        found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, served, problem))
+        attempt = self._tried[cell.key, repeat]
+        self._tried[cell.key, repeat] += 1
+        found.requests.extend(request_rows(*cell.key, repeat, served, attempt=attempt, valid=not problem))
+        found.gaps.extend([] if problem else gap_rows(*cell.key, repeat, served))
+        found.experts.extend([] if problem or repeat else expert_rows(*cell.key, served))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""

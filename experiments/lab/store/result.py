@@ -5,6 +5,7 @@
         <run>.json           config, command, commit, versions, device, gates, claims, ...
         <run>.steps.csv      one row per engine step of one point: where the experiment asks for it
         <run>.requests.csv   one per request of every pass
+        <run>.gaps.csv       one per pass that counts: how long its tokens took
         <run>.profile.csv    one per kernel of a decode step: likewise
         <run>.experts.csv    one per layer with experts: where the engine counts their tokens
 
@@ -35,11 +36,11 @@ from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, RequestRow, StepRow
+from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, from_csv, rounded, to_csv
+from experiments.lab.store.rows import Row, Table, Turn, from_csv, rounded, to_csv
 from mini_infer.core.config_checks import field_types
 from mini_infer.core.errors import MiniInferError
 
@@ -53,6 +54,7 @@ TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Re
     ".csv": ("rows", Row),
     ".steps.csv": ("steps", StepRow),
     ".requests.csv": ("requests", RequestRow),
+    ".gaps.csv": ("gaps", GapRow),
     ".profile.csv": ("kernels", KernelRow),
     ".experts.csv": ("experts", ExpertRow),
 }
@@ -140,6 +142,7 @@ class Result:
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
     experts: tuple[ExpertRow, ...] = ()  # where tokens went, by layer
+    gaps: tuple[GapRow, ...] = ()  # between tokens, of passes that count; none in results older than these
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 
@@ -170,11 +173,25 @@ class Result:
         info = self.info
         return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
 
-    @property
+    def counts(self, variant: str, point: str, process: int = 0, repeat: int = 0) -> bool:
+        """Whether the pass does, by its rows."""
+        return (variant, point, process, repeat) in self._counting
+
+    @cached_property
+    def _counting(self) -> set[tuple[str, str, int, int]]:
+        return {(row.variant, row.point, row.process, row.repeat) for row in self.rows if not row.is_fault}
+
+    @cached_property
     def traced(self) -> tuple[RequestRow, ...]:
-        """The requests of the passes whose steps are stored, and of peers beside them."""
-        points = {step.point for step in self.steps}
-        return tuple(r for r in self.requests if (r.process, r.repeat) == (0, 0) and (r.point in points or not points))
+        """What figures are made of: of each variant and point the requests of the first pass that counts."""
+        found: dict[tuple[str, str], tuple[Turn, list[RequestRow]]] = {}
+        for r in self.requests:
+            turn = (r.process, r.repeat)
+            if self.counts(r.variant, r.point, *turn) if r.valid is None else r.valid:
+                first, own = found.setdefault((r.variant, r.point), (turn, []))
+                if turn == first:
+                    own.append(r)
+        return tuple(r for _, own in found.values() for r in own)
 
 
 def page_name(info: RunInfo) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.lab import axes
 from experiments.lab.store import result as store
 from experiments.lab.store.provenance import git
 from experiments.lab.store.result import Result, RunInfo, StoreError, run_path
@@ -68,26 +69,47 @@ def _chosen(folder: Path, level: str, part: str) -> str:
 
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
+ASKED_DIFFERENTLY = "asked differently since"
 
 
 def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
-    """The number of commits after `info.provenance.commit` that touched a file of `info.code`; None where nobody can
-    tell: no git, no repository at `root`, a run without a commit, or a commit that this history does not hold."""
+    """The number of commits after `info.provenance.commit` that touched a file of `info.code`, or the experiment's own
+    with those it builds on; None where nobody can tell: no git, no repository at `root`, a run without a commit, or a
+    commit that this history does not hold."""
     if info.provenance.commit is None or not info.code:
         return None
-    found = git(root, "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code)
+    question = axes.with_parents(root / "conf/experiment" / f"{info.experiment}.yaml")
+    asked = [str(path.relative_to(root)) for path in question]
+    found = git(root, "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code, *asked)
     return None if found is None else int(found)
 
 
+def asked_differently(info: RunInfo, root: Path = ROOT) -> bool:
+    """Whether the claims are others than those that the experiment makes now at this scale and way. A run that left
+    some out is held to those that it kept; one whose claims were typed, or whose scale is its own, to nothing."""
+    now = axes.said(info.experiment, info.scale, info.via, root / "conf")
+    if now is None or any(key.startswith("experiment.claims") for key in info.changed):
+        return False
+    had, asks = (
+        [{key: value for key, value in claim.items() if key != "source"} for claim in said.get("claims") or []]
+        for said in (info.config.get("experiment", {}), now["experiment"])
+    )
+    whole = not info.changed and not any("Left out: " in note for note in info.notes)
+    return any(claim not in asks for claim in had) or (whole and any(claim not in had for claim in asks))
+
+
 def table(results: Sequence[Result], root: Path = ROOT) -> str:
-    """Runs whose code has changed since, those with most commits first; and how many are as the code is."""
-    found = [(commits_since(result.info, root), str(run_path(result.info))) for result in results]
-    due = sorted((-count, name) for count, name in found if count)
-    lines = [f"{-count:>5} commits  {name}" for count, name in due]
-    lines += [f"    ?          {name}: no commit known, or no code named" for count, name in found if count is None]
-    fresh = sum(count == 0 for count, _ in found)
-    return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name "
-                      f"since they were measured. {fresh} are as the code is."])  # fmt: skip
+    """Runs whose code or question has changed since, those with most commits first; and how many are as they were."""
+    found = [(commits_since(r.info, root), asked_differently(r.info, root), str(run_path(r.info))) for r in results]
+    due = sorted((-(count or 0), name, other) for count, other, name in found if count or other)
+    lines = [
+        f"{-count:>5} commit{' ' if count == -1 else 's'}  {name}" + f", {ASKED_DIFFERENTLY}" * other
+        for count, name, other in due
+    ]
+    lines += [f"    ?          {name}: no commit known, or no code named" for count, _, name in found if count is None]
+    fresh = sum(count == 0 and not other for count, other, _ in found)
+    return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name, "
+                      f"or their question, since they were measured. {fresh} are as both are now."])  # fmt: skip
 
 
 @contextmanager

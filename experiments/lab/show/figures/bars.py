@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
@@ -20,10 +22,13 @@ from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
-MANY = 4  # bars in a group that can still be told apart
+MANY = 4  # bars in a group that can still be told apart,
+MANY_DOTS = 6  # and dots in the colours of their variants
+ROWS = 12  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
+ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
-BAR, GROUP = 0.22, 0.5  # inches: of a bar, and of a group at least
+BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
 
 @dataclass(frozen=True)
@@ -39,19 +44,59 @@ class Groups:
     dots: bool  # instead of bars
     log: bool  # the axis
     estimate: Estimator  # of repeats
+    higher: bool  # is better
+    out_of: int = 0  # so many groups; 0: these are all
 
     @property
     def height(self) -> float:
         """In inches."""
-        return len(self.names) * max(GROUP, 0.0 if self.dots else BAR * len(self.series))
+        return len(self.names) * max(GROUP, (DOT if self.dots else BAR) * len(self.series))
+
+    @property
+    def medians(self) -> list[list[float]]:
+        """Of each group, of what was measured in it."""
+        return [[self.estimate(own[group]).median for own in self.series.values() if own[group]]
+                for group in range(len(self.names))]  # fmt: skip
+
+    @property
+    def alike(self) -> str:
+        """What is to be said of many single bars that are all as long; else empty."""
+        every = [median for group in self.medians for median in group]
+        if len(self.series) > 1 or len(every) <= MANY or not 0 < max(every) <= ALIKE * min(every):
+            return ""
+        return f"all from {wording.number(min(every))} to {wording.number(max(every))}"
+
+    @property
+    def best(self) -> list[int]:
+        """The groups that there is room for, in their order."""
+        sign = -1 if self.higher else 1
+        order = sorted(range(len(self.names)), key=lambda group: sign * (self.medians[group] or [sign * inf])[0])
+        return sorted(order[:ROWS])
+
+    def only(self, kept: Sequence[int]) -> Groups:
+        pick = lambda given: [given[group] for group in kept]  # noqa: E731
+        series = {label: pick(measured) for label, measured in self.series.items()}
+        colours = pick(self.colours) if self.by_point else self.colours
+        return replace(self, names=pick(self.names), series=series, tried=[*map(pick, self.tried)], colours=colours,
+                       out_of=len(self.names))  # fmt: skip
+
+
+def few(panels: Sequence[Groups | None]) -> list[Groups | None]:
+    """Of panels with the same groups, where these are too many, the best by the first of them."""
+    kept: dict[tuple[str, ...], list[int]] = {}
+    for groups in panels:
+        if groups is not None and len(groups.names) > ROWS:
+            kept.setdefault(tuple(groups.names), groups.best)
+    return [groups and groups.only(kept[names]) if (names := tuple(groups.names if groups else ())) in kept else groups
+            for groups in panels]  # fmt: skip
 
 
 def of(panel: PanelSpec, result: Result) -> Groups:
-    """Groups are points; of one point, or of many variants, these are."""
+    """Groups are points; of one point, or of more variants than there are colours to tell apart, these are."""
     info, metric, values = result.info, panel.metric, result.table.values
     at = [p for p in info.points if any(values(v, p, metric) for v in info.variants)]
     known = {(row.variant, row.point) for row in result.rows if row.metric == metric}
-    by_point = len(at) == 1 or len(info.variants) > MANY
+    by_point = len(at) == 1 or len(info.variants) > MANY_DOTS
     variants = [v for v in info.variants if by_point or any((v, p) in known for p in at)]
     every = [stats.absolute(found).median for v in variants for p in at if (found := values(v, p, metric))]
     log = len(variants) > 1 and bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
@@ -65,7 +110,9 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         series = {info.variants[v]: [values(v, p, metric) for p in at] for v in variants}
         tried = [[(v, p) in known for p in at] for v in variants]
     colours = [list(info.variants).index(v) for v in variants]
-    return Groups(names, label, series, colours, tried, by_point, log or (by_point and len(at) > 1), log, estimate)
+    higher = metric in info.metrics and info.metrics[metric].better is Better.higher
+    dots = log or (len(at) > 1 and len(variants) > MANY)
+    return Groups(names, label, series, colours, tried, by_point, dots, log, estimate, higher)
 
 
 def draw(ax: Axes, groups: Groups, named: bool) -> bool:
@@ -73,7 +120,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     count = len(groups.series)
     if not groups.names or not count:
         return False
-    room = (0.5 if groups.dots else 0.8) / count
+    room = (0.65 if groups.dots else 0.8) / count
     most = SPARE * max((x for each in groups.series.values() for found in each for x in found.values()), default=0.0)
     for index, (label, measured) in enumerate(groups.series.items()):
         aside = (index - (count - 1) / 2) * room

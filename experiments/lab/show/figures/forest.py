@@ -15,7 +15,7 @@ from experiments.lab.store.result import Result, RunInfo
 
 ROWS = 5
 LETTER = 0.0145  # of the axis
-FAR = 30.0  # an end of an interval this many times beyond the outermost median or tick is cut
+FAR = 3.0  # an end of an interval this many times beyond the outermost median or tick is an arrow
 NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020", "#E69F00"
 
@@ -45,8 +45,12 @@ def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float,
     gain = effect.gain
     assert gain is not None
     colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
-    low, high = (gain.median if end is None else min(max(end, within[0]), within[1]) for end in (gain.low, gain.high))
+    ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
+    low, high = (min(max(end, within[0]), within[1]) for end in ends)
     ax.plot([low, high], [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
+    for end, edge, marker in zip(ends, (low, high), "<>", strict=True):
+        if end != edge:
+            ax.plot([edge], [row], marker, color=colour, markersize=9)
     (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
     name = ", ".join(filter(None, _parts(effect, info)))
     frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {answer.figures(effect, info)}"])
@@ -84,8 +88,8 @@ def _ticks(ax: Axes, most: float) -> None:
     """Up to `most`, beyond which figures stand; finer ones where all rows lie near 1."""
     left, right = ax.get_xlim()
     if most / left > 6:
-        frame.log_ticks(ax.xaxis, most / left)
-        frame.ticks(ax.xaxis, [place for place in ax.get_xticks() if left <= place <= most])
+        frame.log_ticks(ax.xaxis)
+        frame.ticks(ax.xaxis, ax.xaxis.get_major_locator().tick_values(left, most))
     else:
         places = [place for place in NEAR if left <= place <= most]
         frame.ticks(ax.xaxis, places if most / left > 2 else [0.9, *places, 1.1])

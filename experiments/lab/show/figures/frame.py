@@ -4,6 +4,7 @@ The same result gives the same bytes: no pyplot, default style, no date."""
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -117,9 +118,11 @@ def made_for(path: Path) -> str | None:
 
 
 def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
-    """One legend below all panels, its columns as wide as the longest label; none of fewer than `least` labels."""
+    """One legend below all panels, its columns as wide as the longest label; none of fewer than `least` labels. It is
+    what a figure gets last: intervals that run off its axes get their arrows."""
     found: dict[str, dict[str, Any]] = {}
     for ax in axes:
+        _arrows(ax)
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             kind = "bar" if isinstance(handle, (BarContainer, Patch)) else "line"
             found.setdefault(label, {}).setdefault(kind, handle)
@@ -128,6 +131,20 @@ def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
         handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
         figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
                       frameon=False, handlelength=3.4, handler_map={tuple: HandlerTuple(ndivide=None)})  # fmt: skip
+
+
+def _arrows(ax: Axes) -> None:
+    """Where an interval leaves the axis."""
+    limits = [sorted(ax.get_xlim()), sorted(ax.get_ylim())]
+    bars = [bar for each in ax.containers if isinstance(each, ErrorbarContainer) for bar in each.lines[2]]
+    ends = [(bar.get_color(), *segment) for bar in bars for segment in bar.get_segments() if len(segment)]
+    for colour, start, end in ends:
+        along = int(start[0] == end[0])  # 0: from left to right, 1: from below
+        for place, edge, marker in zip((start, end), limits[along], ("<>", "v^")[along], strict=True):
+            beyond = place[along] < edge if marker in "<v" else place[along] > edge
+            if beyond and limits[1 - along][0] <= place[1 - along] <= limits[1 - along][1]:
+                where = (edge, place[1]) if along == 0 else (place[0], edge)
+                ax.plot(*where, marker, color=colour, markersize=5, clip_on=False, scalex=False, scaley=False)
 
 
 def tidy(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
@@ -146,8 +163,7 @@ def axis_label(metric: Metric, width: int) -> str:
 def log(axis: Axis, ax: Axes, is_x: bool) -> None:
     (ax.set_xscale if is_x else ax.set_yscale)("log")
     _hold(ax, is_x, log=True)
-    low, high = axis.get_view_interval()
-    log_ticks(axis, high / low)
+    log_ticks(axis)
 
 
 def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
@@ -189,11 +205,22 @@ def _places(lines: Iterable[Line2D], is_x: bool) -> list[float]:
     return [place for each in found for place in each.tolist() if place > 0]
 
 
-def log_ticks(axis: Axis, span: float) -> None:
+class _LogTicks(LogLocator):
+    """As few marks as give three labels, whatever the axis spans; two where three might not stand side by side."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        enough = 2 if isinstance(self.axis, XAxis) and vmax > 60 * vmin else 3
+        decades = [10.0**n for n in range(math.floor(math.log10(vmin)), math.ceil(math.log10(vmax)))]
+        for subs in ((1, 10), (1, 2, 5, 10), (1, 1.5, 2, 3, 5, 7, 10)):
+            every = sorted({round(decade * sub, 12) for decade in decades for sub in subs})
+            if len(found := [place for place in every if vmin <= place <= vmax]) >= enough:
+                return found
+        return MaxNLocator(nbins=4, steps=[1, 2, 5, 10]).tick_values(vmin, vmax)
+
+
+def log_ticks(axis: Axis) -> None:
     """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
-    most = 60 if isinstance(axis, XAxis) else 300  # side by side numbers take more room than one above the other
-    subs = (1.0, 2.0, 5.0) if span < most else (1.0,)
-    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+    axis.set_major_locator(_LogTicks())
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
 

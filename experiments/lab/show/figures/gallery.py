@@ -76,7 +76,7 @@ def _under_load(result: Result) -> Iterator[Picture]:
     if curve is not None:
         yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
     if rates is not None:
-        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, rates))
+        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, *rates))
     if waited := load.waits_of(result):
         yield Picture("waits", load.waits_title(waited, result), partial(load.waits, waited, result))
     if stacks.memory_of(result):
@@ -104,8 +104,8 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
-    flat = [bars.of(panel, each) if panel.kind is PanelKind.bars else None
-            for panel, each in zip(shown, own, strict=True)]  # fmt: skip
+    flat = bars.few([bars.of(panel, each) if panel.kind is PanelKind.bars else None
+                     for panel, each in zip(shown, own, strict=True)])  # fmt: skip
     height = max([1.6 if all(flat) else PANEL_HEIGHT, *(1.1 + each.height for each in flat if each)])
     figure = frame.new(width, rows * height + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -137,6 +137,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
+    if groups is not None and groups.out_of:
+        words.append(f"the best {len(groups.names)} of {groups.out_of}")
     words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
     ax.set_title(", ".join(words), fontsize=8, color=INK)
     if panel.kind is PanelKind.matrix:
@@ -145,6 +147,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return "" if formula.draw(ax, panel, result) else NO_VALUE
     if groups is not None:
         ax.set_xlabel(frame.axis_label(metric, 32), fontsize=9)
+        if groups.alike and not named:
+            return groups.alike
         return "" if bars.draw(ax, groups, named) else NO_VALUE
     is_curve = panel.kind is PanelKind.curve
     places = {} if is_curve else lines.draw(ax, panel, result)

@@ -184,7 +184,7 @@ def _rest(settings: Mapping[str, Any], x: str) -> str:
 Repeats = Mapping[Turn, float]
 Estimator = Callable[[Repeats], Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
-ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance: a thin line that rules no axis
+ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
 
 
 class Intervals(NamedTuple):
@@ -202,11 +202,15 @@ def of_metric(metric: Metric | None) -> Estimator:
 
 def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Intervals:
     """Of each place's repeats. What is a ratio already is estimated by `stats.factors`."""
-    found = [of(repeats) for repeats in values]
+    every = list(values)
+    found = [of(repeats) for repeats in every]
+    if any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e in found):
+        below = [max(0.0, e.median - min(repeats.values())) for e, repeats in zip(found, every, strict=True)]
+        above = [max(0.0, max(repeats.values()) - e.median) for e, repeats in zip(found, every, strict=True)]
+        return Intervals([e.median for e in found], (below, above), {"capsize": 0, "elinewidth": 0.8})
     below = [math.nan if e.low is None else e.median - e.low for e in found]
     above = [math.nan if e.high is None else min(e.high - e.median, WILD * abs(e.median)) for e in found]
-    few = any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e in found)
-    return Intervals([e.median for e in found], (below, above), {"capsize": 0, "elinewidth": 0.8} if few else {})
+    return Intervals([e.median for e in found], (below, above), {})
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:

@@ -3,8 +3,8 @@ long requests and tokens waited, as the share that took longer than the time on 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,8 @@ from experiments.lab.show.figures.frame import INK, line_style
 from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
-IN_FLIGHT = ("workload.concurrency", "workload.count")
+COUNT = "workload.count"
+IN_FLIGHT = ("workload.concurrency", COUNT)
 SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
@@ -49,20 +50,22 @@ def pareto(result: Result, latency: str) -> Figure:
     return figure
 
 
-def goodput_of(result: Result) -> Result | None:
-    """The points that differ in the rate at which requests arrive."""
+def goodput_of(result: Result) -> tuple[Result, str] | None:
+    """The points that differ in the rate at which requests arrive, and where the knee is; None for too few of them."""
     kept = _measured(result, RATE, GOODPUT) if GOODPUT in result.info.metrics else {}
     kept = dict(sorted(kept.items(), key=lambda item: item[1][RATE]))
-    return replace(result, info=replace(result.info, points=kept)) if len(kept) >= ENOUGH else None
+    return (
+        (replace(result, info=replace(result.info, points=kept)), _knee(kept, result)) if len(kept) >= ENOUGH else None
+    )
 
 
-def goodput(result: Result) -> Figure:
+def goodput(result: Result, knee: str) -> Figure:
     """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
     figure, ax = frame.one(HEIGHT, WIDTH)
     most = max(settings[RATE] for settings in result.info.points.values())
     ax.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(_knee(result), fontsize=8, color=INK)
+    ax.set_title(knee, fontsize=8, color=INK)
     ax.set_xlim(left=0)
     frame.from_zero(ax.yaxis, ax, False, 8)
     ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
@@ -70,30 +73,32 @@ def goodput(result: Result) -> Figure:
     return figure
 
 
-def _knee(result: Result) -> str:
-    """The last rate up to which the share that a search asks for came in time, variant by variant."""
-    found, share = [], knees.share(result.info.config)
+def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
+    """Variant by variant: what a search has found, else the last of the points' rates up to which the share came in
+    time."""
+    told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
-        last = None
-        for point, settings in result.info.points.items():
+        found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
+        last = wording.interval(found) if found else ""
+        for point, settings in {} if found else points.items():
             reached = result.estimate(variant, point, GOODPUT)
-            if reached is None or reached.median < share * settings[RATE]:
+            if reached is not None and reached.median < share * settings[RATE]:
                 break
-            last = settings[RATE]
-        where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
-        found.append(f"{label}: {where}")
-    return f"{share:.0%} in time up to: {'; '.join(found)}"
+            last = last if reached is None else wording.number(settings[RATE])
+        told.append(f"{label}: {f'{last} requests/s' if last else 'no rate that was tried'}")
+    return f"{share:.0%} in time up to: {'; '.join(told)}"
 
 
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
-    """The points that differ in `key` alone, a number, and where some variant has valid values of all metrics."""
-    info, found = result.info, {}
+    """The most points that differ in `key` alone, a number, and where some variant has valid values of all metrics. How
+    many requests there are belongs to it: more of them come at a higher rate, or with more in flight."""
+    info, alike = result.info, defaultdict[str, dict[str, dict[str, Any]]](dict)
     for name, settings in info.points.items():
         values = ([result.table.values(v, name, metric) for metric in metrics] for v in info.variants)
         if lines.is_number(settings.get(key)) and any(map(all, values)):
-            found[name] = {k: v for k, v in settings.items() if k != key}
-    alike = [name for name, others in found.items() if others == next(iter(found.values()))]
-    return {name: {key: info.points[name][key]} for name in alike}
+            others = {k: v for k, v in settings.items() if k not in (key, COUNT)}
+            alike[repr(others)][name] = {key: settings[key]}
+    return max(alike.values(), key=len, default={})
 
 
 ALIKE = 1.05  # times the least of a variant's times: then a median says it all
@@ -112,34 +117,37 @@ class Waits:
 
 
 def waits_of(result: Result) -> list[Waits]:
-    """At the first claim's point, if its requests are stored, else where they are most: first tokens of requests, from
-    the passes whose steps are stored, and decoded tokens from these steps: the time from one step's end to the next
-    one's counts once for each token that the step decoded. Of more variants than can be told apart those that claims
-    name go first. Left out is where no variant's times differ by more than a little."""
-    stored = Counter(request.point for request in result.traced) or Counter(step.point for step in result.steps)
+    """At the first claim's point, if its requests are stored, else where they are most: first tokens of requests, and
+    decoded tokens, of a pass that counts. In a result that has no gaps between tokens these are made of steps: the time
+    from one step's end to the next one's counts once for each token that the step decoded. Of more variants than can be
+    told apart those that claims name go first. Left out is where no variant's times differ by more than a little."""
+    stepped = {step.point for step in result.steps}
+    stored = Counter(r.point for r in result.traced if not stepped or r.point in stepped) or Counter(stepped)
     claimed = effects.of_claims(result)
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
     firsts: dict[str, Weighted] = {}
     for request in result.traced:
-        own = request.point == point and request.variant in few
-        if own and request.first_token_s is not None and request.end_s is not None:
+        here = request.point == point and request.variant in few
+        if here and request.first_token_s is not None and request.end_s is not None:
             times, weights = firsts.setdefault(request.variant, ([], []))
             times.append(1e3 * (request.first_token_s - request.arrival_s))
             weights.append(1.0)
-    gaps: dict[str, Weighted] = {}
-    for before, step in pairwise(result.steps):
-        own = step.point == point and step.variant in few
-        if own and (before.variant, before.point) == (step.variant, step.point) and step.decode_tokens:
-            times, weights = gaps.setdefault(step.variant, ([], []))
-            times.append(1e3 * (step.start_s + step.duration_s - before.start_s - before.duration_s))
-            weights.append(float(step.decode_tokens))
+    told = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
+    gaps = told or {v: own for v in few if (own := _of_steps(result, v, point))[0]}
     found = (
         Waits("requests", point, "time to first token of a request (ms)", _enough(firsts)),
         Waits("decoded tokens", point, "inter-token latency of a token (ms)", _enough(gaps)),
     )
     return [each for each in found if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
+
+
+def _of_steps(result: Result, variant: str, point: str) -> Weighted:
+    own = [s for s in result.steps if (s.variant, s.point) == (variant, point)] if result.counts(variant, point) else []
+    ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
+    found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
+    return [time for time, _ in found], [count for _, count in found]
 
 
 def _enough(found: dict[str, Weighted]) -> dict[str, Weighted]:
@@ -186,7 +194,7 @@ def _panel(ax: Axes, waits: Waits, result: Result) -> None:
         frame.log(ax.xaxis, ax, True)
     ax.set_yscale("log")
     ax.set_ylim(max(smallest / 1.5, 0.01), 130)
-    frame.log_ticks(ax.yaxis, 100 / smallest)
+    frame.log_ticks(ax.yaxis)
     ax.set_title("lower is better", fontsize=8, color=INK)
     ax.set_xlabel(waits.label, fontsize=9)
     ax.set_ylabel(f"share of {waits.what} above (%)", fontsize=9)

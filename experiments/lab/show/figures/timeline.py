@@ -202,14 +202,14 @@ def _title(steps: Sequence[StepRow], result: Result) -> str:
         f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s",
         *([f"{lost:,} preemptions"] if lost else [f"{last.kv_total_blocks:,} KV blocks"]),
     ]
-    rows = [r for r in result.rows if (r.variant, r.point, r.repeat) == (first.variant, first.point, 0)]
-    invalid = rows and not any(row.valid for row in rows)
-    return f"{result.info.variants[first.variant]}: {', '.join(parts)}" + (" (this pass is INVALID)" if invalid else "")
+    invalid = "" if result.counts(first.variant, first.point) else " (this pass is INVALID)"
+    return f"{result.info.variants[first.variant]}: {', '.join(parts)}{invalid}"
 
 
 def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
-    """The requests of the first process's first repeat; those of the others are stored, too."""
-    return [r for r in result.requests if (r.variant, r.point, r.process, r.repeat) == (variant, point, 0, 0)]
+    """The requests of the first process's first repeat, whose steps are stored: of its last attempt."""
+    own = [r for r in result.requests if (r.variant, r.point, r.process, r.repeat) == (variant, point, 0, 0)]
+    return [r for r in own if r.attempt == own[-1].attempt]
 
 
 def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
@@ -260,8 +260,8 @@ def draw_requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
 def gantt(panel: PanelSpec, result: Result) -> Figure | None:
     """The first requests of the panel's first point that has some stored, a column a variant; None where none has."""
     for point in result.info.points:
-        found = {variant: first_pass(result, variant, point)[:IN_GANTT] for variant in result.info.variants}
-        found = {variant: requests for variant, requests in found.items() if requests}
+        own = {v: [r for r in result.traced if (r.variant, r.point) == (v, point)] for v in result.info.variants}
+        found = {variant: requests[:IN_GANTT] for variant, requests in own.items() if requests}
         if found:
             return _columns(found, result)
     return None
