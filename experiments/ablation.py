@@ -71,7 +71,8 @@ class Ablation(Experiment):
         # Where the baseline itself drafts on random tokens, that was asked for: its passes say that they do not count.
         sound = {cell.variant for cell in made if not cells.drafts_on_made_up_prompts(cell)}
         of_nothing = [name for name in labels if name not in sound] if spec.baseline in sound else []
-        self._notes = [f"{labels.pop(name)} is left out: {validity.OF_NOTHING}." for name in of_nothing]
+        left_out = ", ".join([labels.pop(name) for name in of_nothing])
+        self._notes = [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
         self.spec = spec = spec.without(of_nothing)
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:

@@ -20,7 +20,7 @@ from experiments.lab.workloads import Inputs, Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
-DRAFTS = {"method": "ngram", "adaptive": False}
+DRAFTS = {"method": "synthetic", "acceptance": 0.5, "adaptive": False}
 LOADS = {
     "load": {
         "short": {"workload.count": 3, "workload.prompt_tokens": 20},

@@ -102,7 +102,7 @@ def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdi
         ([99] * 3, [99] * 3, "No difference is shown in requests/s within the SLO: "),
         ([25, 30, 35], [25, 99, 99], "No difference is shown in requests/s within the SLO: "),
         ([25, 30, 35], [25, 30, 35], "No difference is shown in requests/s within the SLO: "),
-        ([99], [25], "Requests/s within the SLO: "),  # of one repeat nobody knows
+        ([99], [25], "No difference can be shown by one repeat in requests/s within the SLO: "),
     ],
 )
 def test_the_best_setting_is_the_first_word_where_it_is_shown(base, new, told):

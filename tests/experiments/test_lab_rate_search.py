@@ -148,10 +148,10 @@ def test_drafts_on_made_up_prompts_are_left_out_before_anything_runs(build):
     two = {"engine": {}, "ngram": {"label": "n-grams", "speculation": {"method": "ngram"}}}
     experiment = build(variants=two, search={}, metrics=["slo_share"], claims=claims)
     assert (list(experiment.variants), [claim.variant for claim in experiment.claims]) == (["engine"], ["engine"])
-    (note,) = (note for note in measured(experiment).notes if note.startswith("n-grams is left out: drafts"))
+    (note,) = (note for note in measured(experiment).notes if note.startswith("Left out: n-grams. Of these drafts"))
     assert "workload=text" in note
     asked = measured(build(variants={"engine": {"speculation": {"method": "ngram"}}}, search={}, metrics=["slo_share"]))
-    assert {row.reason.partition(",")[0] for row in asked.rows} == {"drafts are verified on random tokens"}
+    assert {row.reason.partition(",")[0] for row in asked.rows} == {"drafts would be verified on random tokens"}
 
 
 def test_it_can_be_claimed(build):

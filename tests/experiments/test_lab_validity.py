@@ -67,8 +67,8 @@ def test_every_rule_has_its_planted_fault(rule):
 
 PLANTED = {
     "drafts_of_nothing": [
-        (evidence(made_up_prompts=True), "drafts are verified on random tokens"),  # though nothing was drafted
-        (evidence(records=steps(*ENDS, drafted=(2, 1)), made_up_prompts=True), "drafts are verified on random tokens"),
+        (evidence(made_up_prompts=True), "would be verified on random tokens"),  # though nothing was drafted
+        (evidence(records=steps(*ENDS, drafted=(2, 1)), made_up_prompts=True), "would be verified on random tokens"),
     ],
     "timed_from_outside": [
         (evidence(outside_s=18.6), "the pass says that it took 9.3 s, and from outside it took 18.6 s"),

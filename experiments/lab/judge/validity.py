@@ -35,7 +35,7 @@ STUCK_TOKENS = 16  # so many alike, of several requests, are no text of any mode
 MAX_BUSY = 0.8  # of the time, a process of the load client
 FAR_BELOW = 0.5  # of the intended prefix hits
 OF_NOTHING = (
-    "drafts are verified on random tokens, and how many are accepted there says nothing of any text: take "
+    "drafts would be verified on random tokens, and how many are accepted there says nothing of any text: take "
     "workload=text, or speculation.method=synthetic with a stated rate"
 )
 

@@ -188,7 +188,7 @@ def _without_claims(result: Result) -> str:
             continue
         what = wording.titled(wording.short(name, info), "" if name == FOUND else at)
         each = "; ".join(f"{info.variants[v]} {wording.interval(own)}" for v, own in found.items())
-        if len(found) == 1 or any(own.low is None for own in found.values()):
+        if len(found) == 1:
             return f"{_capital(what)}: {each}."
         higher = info.metrics[name].better is Better.higher
         first, second, *_ = sorted(found, key=lambda v: found[v].median, reverse=higher)
@@ -198,8 +198,9 @@ def _without_claims(result: Result) -> str:
             return f"Best in {what}: {best} ({each})."
         if ratio is not None and ratio.told:
             return f"Best in {what}: {best}, {wording.interval(ratio, 'x')} of {other} ({each})."
+        once = None in (found[first].low, found[second].low)
         between = f" between {best} and {other}" if len(found) > 2 else ""
-        return f"No difference is shown{between} in {what}: {each}."
+        return f"No difference {'can be shown by one repeat' if once else 'is shown'}{between} in {what}: {each}."
     return "There is no answer: no valid measurement."
 
 
