@@ -17,6 +17,7 @@ from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.spec import BOUND
 from experiments.lab.store import result as store
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
@@ -134,7 +135,7 @@ def find(folder: Path, target: Target) -> Found:
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
-    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}", bound=True)
+    return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
 
 
 def _differences(known: CostFile, target: Target) -> list[str]:

@@ -12,6 +12,7 @@ from experiments.lab.measure.costs import Found, Target
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
+from experiments.lab.spec import STEPS
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.config import replace as changed
@@ -179,7 +180,7 @@ class SimulatedSubject:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.about: Mapping[str, Any] = {"steps' times": setup.found.source}
+        self.about: Mapping[str, Any] = {STEPS: setup.found.source}
         self._records: list[StepRecord] = []
         self.forget()
 
