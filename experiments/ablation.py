@@ -173,7 +173,13 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, predictions, self.variants)]
+        notes = [
+            *sources,
+            *self._simulator.beyond(),
+            *ledger.notes,
+            *session.notes,
+            *prediction.remarks(rows, predictions, self.variants),
+        ]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(

@@ -34,6 +34,7 @@ from mini_infer.core.config import (
     ParallelConfig,
     Preemption,
     SchedulerConfig,
+    replace,
 )
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
@@ -71,6 +72,56 @@ def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     assert found.found.source == "fitted: a.yaml, of 2026-11-22"
     assert found.overlap
     assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
+
+
+NOT_THE_SAME = {
+    "model": {"kernels": "torch"},
+    "graphs": {"max_prefill_tokens": 8192},
+    "lora": {"max_adapters": 8, "dummy": 8},
+    "cache": {"block_size": 128},
+    "parallel": {"all_reduce": "library"},
+}
+
+
+@pytest.mark.parametrize("section", NOT_THE_SAME)
+def test_costs_are_not_those_of_other_kernels(tmp_path: Path, section: str) -> None:
+    """Whatever changes a step is a part of the key, and says so; a file without it is of the defaults."""
+    costs.save(tmp_path / "a.yaml", a_file())
+    text = (tmp_path / "a.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(text.replace("  settings: {}\n", ""))
+    changed = replace(TINY, **{section: NOT_THE_SAME[section]})
+    found = Simulator(GPU, 1, tmp_path).setup(changed).found
+    assert found.bound
+    key, value = next(iter(NOT_THE_SAME[section].items()))
+    default = costs.flat(EngineConfig().to_dict())[f"{section}.{key}"]
+    assert f"the nearest is a.yaml, but for {section}.{key}={default}" in found.source
+    costs.save(tmp_path / "b.yaml", a_file(changed))
+    assert Simulator(GPU, 1, tmp_path).setup(changed).found.source == "fitted: b.yaml, of 2026-11-22"
+    assert costs.read(tmp_path / "b.yaml").layout.settings[f"{section}.{key}"] == value
+    assert Simulator(GPU, 1, tmp_path).setup(TINY).found.source == "fitted: a.yaml, of 2026-11-22"
+
+
+def test_settings_that_no_step_depends_on_leave_the_costs(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file())
+    changed = replace(TINY, cache={"num_blocks": 99}, scheduler={"max_num_seqs": 8}, parallel={"replicas": 2})
+    assert not Simulator(GPU, 1, tmp_path).setup(changed).found.bound
+    known = [f"{key}." for key in costs.flat(EngineConfig().to_dict())]
+    assert all(any(key.startswith(f"{name}.") for key in known) for name in costs._ELSEWHERE)
+
+
+def test_steps_beyond_what_was_measured_are_counted(tmp_path: Path) -> None:
+    """Costs are known of up to 8 rows alone, and of one token of a prompt."""
+    costs.save(tmp_path / "a.yaml", a_file())
+    simulator = Simulator(GPU, 1, tmp_path)
+    found = simulator.setup(TINY).found.costs
+    assert found.rows_s(8, range(80, 96, 8)) == [found.device_s(Work.decode(8, context)) for context in (80, 88)]
+    assert simulator.beyond() == []
+    found.rows_s(9, range(90, 117, 9))
+    found.device_s(Work(0, 2, 0, 2, 3))
+    assert simulator.beyond() == [
+        "50.0% of the simulated steps lie beyond what was measured, which is up to 8 rows alone and 1 tokens with "
+        "prompts: their times go on as between the last two that were."
+    ]
 
 
 def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
