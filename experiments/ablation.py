@@ -181,7 +181,7 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*self._notes, *sources, *ledger.notes, *session.notes]
+        notes = [*self._notes, *sources, *self._simulator.beyond(), *ledger.notes, *session.notes]
         notes += prediction.remarks(rows, predictions, self.variants)
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")

@@ -140,7 +140,8 @@ class Calibrate(Experiment):
         names = [_slug(self._name), hardware.device_key(device), *marks]
         path = self._folder / f"{'.'.join(names)}.yaml"
         if path.exists() and ((known := costs.read(path)).layout, known.machine) != (layout, machine):
-            names += _differences(layout, known.layout) or [_slug(machine)]  # what is known stays
+            own = costs.differences(known.layout, layout).items()  # what is known stays
+            names += [_slug(f"{name}-{value}") for name, value in own] or [_slug(machine)]
             path = self._folder / f"{'.'.join(names)}.yaml"
         costs.save(
             path,
@@ -267,11 +268,6 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
 def _rows(point: Point, found: Residuals) -> list[Row]:
     values = {"steps": found.steps, "median_error": found.median, "p90_error": found.p90, "bias": found.bias}
     return [Row(VARIANT, point.name, 0, name, float(value), METRICS[name].unit) for name, value in values.items()]
-
-
-def _differences(layout: Layout, other: Layout) -> list[str]:
-    mine, theirs = vars(layout), vars(other)
-    return [_slug(f"{name}-{value}") for name, value in mine.items() if value != theirs[name]]
 
 
 def _slug(name: str) -> str:

@@ -154,7 +154,11 @@ class Capacity(Experiment):
         beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if sure and sure.keeps else []
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
         notes = [self._answer(best), *beside, *self._losers(best, plans), *self._worth(best), _front_words(front), own]
-        notes = [note for note in (*notes, self._assumed(plans), *self._refused(), *self._sources) if note]
+        notes = [
+            note
+            for note in (*notes, self._assumed(plans), *self._refused(), *self._sources, *self._simulator.beyond())
+            if note
+        ]
         print("\n".join(notes), file=sys.stderr)
         # The best one last: it is what the page's first sentence is about.
         return Findings(

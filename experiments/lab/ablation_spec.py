@@ -12,7 +12,7 @@ from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ExperimentSpec
+from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ClaimSpec, ExperimentSpec
 from mini_infer.core.errors import ConfigError
 
 
@@ -33,6 +33,8 @@ class AblationSpec(ExperimentSpec):
     keep_engines: bool = False
     # The points at which the baseline is measured a second time (A/A), such as [{load: short}]; left out: all of them.
     again_at: tuple[dict[str, Any], ...] = ()
+    # Metric -> the share of what is measured that predictions may be off by: claims, where there are predictions.
+    reach: dict[str, float] = field(default_factory=dict)
     # The points whose requests are asked by the gate of tokens (see exact_gate.py); left out: all of them.
     gate_at: tuple[dict[str, Any], ...] = ()
     # The most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
@@ -53,6 +55,11 @@ class AblationSpec(ExperimentSpec):
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
+        if unknown := [name for name, share in self.reach.items() if name not in self.metrics or not 0 < share < 1]:
+            raise ConfigError(
+                f"experiment.reach.{unknown[0]}={self.reach[unknown[0]]}: each is a metric that is measured, with a "
+                f"share between 0 and 1. Measured: {', '.join(self.metrics)}"
+            )
         super().__post_init__()
         profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
         if profiled and not self.profile:
@@ -79,7 +86,7 @@ class AblationSpec(ExperimentSpec):
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
         alone has the same settings: HTTP is not simulated."""
-        variants = dict[str, Any]()
+        variants, claims = dict[str, Any](), list(self.claims)
         of_engines = [_settings(c) for c in self.variants.values() if (c or {}).get("kind", "engine") == Kind.engine]
         for name, changes in self.variants.items():
             variants[name] = changes
@@ -87,7 +94,10 @@ class AblationSpec(ExperimentSpec):
             if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
                 label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
                 variants[name + PREDICTED] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
-        return replace(self, variants=variants)
+                for metric, share in self.reach.items():
+                    of = ClaimSpec(metric, name + PREDICTED, everywhere=True, to=name, source=f"reach: {share:.0%}")
+                    claims += [replace(of, ratio_at_least=1 - share), replace(of, ratio_at_most=1 + share)]
+        return replace(self, variants=variants, claims=tuple(claims))
 
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""

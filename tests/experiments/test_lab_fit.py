@@ -29,7 +29,7 @@ def steps(noise: float, seed: int = 0) -> list[MeasuredStep]:
     for _ in range(800):
         rows = rng.choice(PLANTED.decode.tokens)
         found.append((Work.decode(rows, rows * rng.randrange(10, 8000)), rows))
-        beside, prompt = rng.choice([0, 4, 16]), rng.choice([8, 48, 496, 2032])
+        beside, prompt = rng.choice([0, 4, 16]), rng.choice([8, 64, 512, 2048])
         start = rng.randrange(4000)
         pairs = prompt * start + prompt * (prompt + 1) // 2
         found.append((Work(beside, prompt, beside * 1000, start + prompt, pairs), beside + 1))
@@ -72,6 +72,14 @@ def test_costs_go_on_behind_what_was_measured_and_never_fall() -> None:
     heights = [curve(tokens) for tokens in range(1, 200)]
     assert all(before <= after for before, after in pairwise(heights))
     assert heights[-1] > curve(64)
+
+
+def test_the_knots_of_prompts_are_those_that_came_alone() -> None:
+    """And the most tokens of all, behind which nothing was measured. Where none came alone it is all of them."""
+    found = fit(steps(0.0)).costs.prompts.tokens
+    assert found == (8, 64, 512, 2048, 2064)
+    beside = [step for step in steps(0.0) if step.work.decode_tokens or not step.work.prompt_tokens]
+    assert fit(beside).costs.prompts.tokens == (12, 24, 68, 80, 516, 528, 2052, 2064)
 
 
 def test_no_solution_is_below_zero() -> None:

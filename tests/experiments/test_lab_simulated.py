@@ -34,6 +34,7 @@ from mini_infer.core.config import (
     ParallelConfig,
     Preemption,
     SchedulerConfig,
+    replace,
 )
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
@@ -71,6 +72,56 @@ def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     assert found.found.source == "fitted: a.yaml, of 2026-11-22"
     assert found.overlap
     assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
+
+
+NOT_THE_SAME = {
+    "model": {"kernels": "torch"},
+    "graphs": {"max_prefill_tokens": 8192},
+    "lora": {"max_adapters": 8, "dummy": 8},
+    "cache": {"block_size": 128},
+    "parallel": {"all_reduce": "library"},
+}
+
+
+@pytest.mark.parametrize("section", NOT_THE_SAME)
+def test_costs_are_not_those_of_other_kernels(tmp_path: Path, section: str) -> None:
+    """Whatever changes a step is a part of the key, and says so; a file without it is of the defaults."""
+    costs.save(tmp_path / "a.yaml", a_file())
+    text = (tmp_path / "a.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(text.replace("  settings: {}\n", ""))
+    changed = replace(TINY, **{section: NOT_THE_SAME[section]})
+    found = Simulator(GPU, 1, tmp_path).setup(changed).found
+    assert found.bound
+    key, value = next(iter(NOT_THE_SAME[section].items()))
+    default = costs.flat(EngineConfig().to_dict())[f"{section}.{key}"]
+    assert f"the nearest is a.yaml, but for {section}.{key}={default}" in found.source
+    costs.save(tmp_path / "b.yaml", a_file(changed))
+    assert Simulator(GPU, 1, tmp_path).setup(changed).found.source == "fitted: b.yaml, of 2026-11-22"
+    assert costs.read(tmp_path / "b.yaml").layout.settings[f"{section}.{key}"] == value
+    assert Simulator(GPU, 1, tmp_path).setup(TINY).found.source == "fitted: a.yaml, of 2026-11-22"
+
+
+def test_settings_that_no_step_depends_on_leave_the_costs(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file())
+    changed = replace(TINY, cache={"num_blocks": 99}, scheduler={"max_num_seqs": 8}, parallel={"replicas": 2})
+    assert not Simulator(GPU, 1, tmp_path).setup(changed).found.bound
+    known = [f"{key}." for key in costs.flat(EngineConfig().to_dict())]
+    assert all(any(key.startswith(f"{name}.") for key in known) for name in costs._ELSEWHERE)
+
+
+def test_steps_beyond_what_was_measured_are_counted(tmp_path: Path) -> None:
+    """Costs are known of up to 8 rows alone, and of one token of a prompt."""
+    costs.save(tmp_path / "a.yaml", a_file())
+    simulator = Simulator(GPU, 1, tmp_path)
+    found = simulator.setup(TINY).found.costs
+    assert found.rows_s(8, range(80, 96, 8)) == [found.device_s(Work.decode(8, context)) for context in (80, 88)]
+    assert simulator.beyond() == []
+    found.rows_s(9, range(90, 117, 9))
+    found.device_s(Work(0, 2, 0, 2, 3))
+    assert simulator.beyond() == [
+        "50.0% of the simulated steps lie beyond what was measured, which is up to 8 rows alone and 1 tokens with "
+        "prompts: their times go on as between the last two that were."
+    ]
 
 
 def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +215,14 @@ def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_ti
     config = compose_config(
         *("experiment=simulator", *DRY, *FEW, load, "measure.repeats=2", "measure.aa=never", "measure.gates=false")
     )
-    config.experiment.points, config.experiment.claims = {}, []
+    config.experiment.points = {}
     experiment, found = measured(config)
     assert {row.reason for row in found.rows if not row.valid} <= set(_forgiven(found.rows))
     misses = list(prediction.misses(found.rows, experiment._predictions))
     assert {miss.variant for miss in misses} == {"chunked predicted", "whole predicted", "uncached predicted"}
     assert all(abs(miss.share) < 0.1 for miss in misses), misses
     assert any("predictions" in note and "the worst misses" in note for note in found.notes)
+    assert {(c.variant, c.reference_variant) for c in experiment.claims} == {*experiment._predictions.items()}
     assert found.notes[0] == "What simulated steps take: the dry model's own."
 
 
@@ -183,7 +235,7 @@ def test_a_bound_that_is_not_met_is_no_miss(compose_config, virtual_time, monkey
 
     monkeypatch.setattr(Simulator, "setup", bound)
     config = compose_config(*("experiment=simulator", *DRY, *FEW, "measure.repeats=1", "measure.gates=false"))
-    config.experiment.points, config.experiment.claims = {}, []
+    config.experiment.points = {}
     experiment, found = measured(config)
     assert list(prediction.misses(found.rows, experiment._predictions))
     assert not any("the worst misses" in note for note in found.notes)
@@ -217,6 +269,11 @@ def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) ->
     ]
     layouts = Ablation.from_config(compose_config("experiment=simulator", *two))
     assert {"tensor", "two", "apart"} <= set(layouts._predictions.values())
+    assert {claim.variant for claim in layouts.claims} == {*layouts._predictions}, "whatever variants there are"
+    with pytest.raises(
+        ConfigError, match=r"experiment\.reach\.mbu=0\.1: each is a metric that is measured, with a sha"
+    ):
+        Ablation.from_config(compose_config("experiment=simulator", "+experiment.reach.mbu=0.1"))
     serving = Ablation.from_config(compose_config("experiment=serving", "measure.predict=true"))
     assert [name for name in serving.variants if name.endswith("predicted")] == ["offline predicted"]
 
@@ -229,7 +286,7 @@ def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
         *("experiment=simulator_trace", "system=simulated", *DRY, f"workload.path={path}", "workload.limit=30"),
         *("workload.max_prompt_tokens=200", "workload.max_output_tokens=20", "measure.repeats=1"),
     )
-    config.experiment.points, config.experiment.claims = {}, []
+    config.experiment.points = {}
     found = measured(config)[1]
     assert next(row.value for row in found.rows if row.metric == "output_tokens_per_s") > 0
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines[:3], lines[9], *lines[3:]]))
@@ -251,6 +308,27 @@ def test_remarks_name_the_worst_and_those_that_missed() -> None:
         "of A, predicted at load by -20.0%."
     )
     assert prediction.remarks(rows[:4], {"a predicted": "a"}, labels) == []
+
+
+def test_remarks_have_no_blind_spots() -> None:
+    """What was measured as 0 is missed by whatever else was predicted; a share is a prediction, too; and a percentile
+    that one side alone shows is said not to be compared."""
+    values = {"goodput_rps": (0.0, 50.0), "preemptions": (0.0, 0.0), "slo_share": (0.5, 0.75), "itl_p99_ms": (9.0, 9.0)}
+    rows = [
+        Row(variant, "", 0, metric, value, "", valid=(variant, metric) != ("a predicted", "itl_p99_ms"))
+        for metric, pair in values.items()
+        for variant, value in zip(("a", "a predicted"), pair, strict=True)
+    ]
+    worst, others, alone = prediction.remarks(rows, {"a predicted": "a"}, {"a": "A", "a predicted": "A, predicted"})
+    assert worst.startswith(
+        "Of 3 predictions 1 lie within 10% of what was measured; the worst misses the requests per "
+    )
+    assert worst.endswith("by +50 from 0.")
+    assert others.endswith("too: share of the requests that met every SLO of A, predicted by +50.0%.")
+    assert alone == (
+        "1 more could not be compared, since one side alone has a value that counts: inter-token latency, P99 of A, "
+        "predicted (the prediction has none)."
+    )
 
 
 PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=200"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,43 +12,81 @@ from experiments.lab.store.rows import Row
 
 MISSED = 0.10  # of the measured value: one of the two has a bug
 # Metrics of what is simulated; memory, energy, processes of a server and floors are not.
-PREDICTED = ("ttft", "itl", "tpot", "e2e", "output_tokens", "input_tokens", "requests", "goodput", "total", "step_ms")
+PREDICTED = (
+    *("ttft", "itl", "tpot", "e2e", "output_tokens", "input_tokens", "requests", "goodput", "slo_share", "total"),
+    *("step_ms", "prefix_hit_rate", "preemptions"),
+)
+Cell = tuple[str, str, str]  # variant, point, metric
 
 
 class Miss(NamedTuple):
-    """`share` of the measured value by which the predicted one is above it, or below."""
+    """`share` of the measured value by which the predicted one is above it, or below; infinite where 0 was measured and
+    something else was predicted."""
 
     share: float
     metric: str
     point: str
     variant: str  # simulated
+    predicted: float
+
+    @property
+    def by(self) -> str:
+        return f"{self.share:+.1%}" if math.isfinite(self.share) else f"{self.predicted:+.3g} from 0"
 
     def words(self, labels: Mapping[str, str]) -> str:
-        at = f" at {self.point}" if self.point else ""
-        return f"{describe(self.metric).label} of {labels[self.variant]}{at} by {self.share:+.1%}"
+        return f"{_named(self.metric, self.variant, self.point, labels)} by {self.by}"
 
 
 def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
-    """The worst of all, and those that missed by more than MISSED. `predictions`: simulated variant -> measured one."""
-    found = sorted(misses(rows, predictions), key=lambda miss: -abs(miss.share))
-    if not found:
-        return []
-    near = sum(abs(miss.share) <= MISSED for miss in found)
-    lines = [f"Of {len(found)} predictions {near} lie within {MISSED:.0%} of what was measured; the worst misses the "
-             f"{found[0].words(labels)}."]  # fmt: skip
+    """The worst of all, those that missed by more than MISSED, and those that one side has no value of. `predictions`:
+    simulated variant -> measured one."""
+    found, lines = sorted(misses(rows, predictions), key=lambda miss: -abs(miss.share)), []
+    if found:
+        near = sum(abs(miss.share) <= MISSED for miss in found)
+        lines.append(f"Of {len(found)} predictions {near} lie within {MISSED:.0%} of what was measured; the worst "
+                     f"misses the {found[0].words(labels)}.")  # fmt: skip
     far = [miss.words(labels) for miss in found[1:] if abs(miss.share) > MISSED]
     if far:
         lines.append(f"Predictions that missed by more than {MISSED:.0%}, too: {'; '.join(far)}.")
+    alone = [
+        f"{_named(metric, variant, point, labels)} ({lacking} has none)"
+        for (variant, point, metric), lacking in one_sided(rows, predictions)
+    ]
+    if alone:
+        lines.append(f"{len(alone)} more could not be compared, since one side alone has a value that counts: "
+                     f"{'; '.join(alone)}.")  # fmt: skip
     return lines
 
 
 def misses(rows: Sequence[Row], predictions: Mapping[str, str]) -> Iterator[Miss]:
     """Of medians over what counts."""
-    values: dict[tuple[str, str, str], list[float]] = {}
-    for row in rows:
-        if row.valid and row.metric.startswith(PREDICTED):
-            values.setdefault((row.variant, row.point, row.metric), []).append(row.value)
+    values = _values(rows)
     for (variant, point, metric), predicted in values.items():
         measured = values.get((predictions.get(variant, ""), point, metric))
-        if measured and (right := stats.median(measured)):
-            yield Miss(stats.median(predicted) / right - 1, metric, point, variant)
+        if measured and predicted:
+            left, right = stats.median(predicted), stats.median(measured)
+            share = left / right - 1 if right else math.inf if left else 0.0
+            yield Miss(share, metric, point, variant, left)
+
+
+def one_sided(rows: Sequence[Row], predictions: Mapping[str, str]) -> Iterator[tuple[Cell, str]]:
+    """What has a value that counts on one side alone, and which side has none."""
+    values = _values(rows)
+    for (variant, point, metric), predicted in values.items():
+        measured = values.get((predictions.get(variant, ""), point, metric))
+        if measured is not None and bool(measured) != bool(predicted):
+            yield (variant, point, metric), "the prediction" if measured else "the measurement"
+
+
+def _values(rows: Sequence[Row]) -> dict[Cell, list[float]]:
+    """Those that count, of all that was tried."""
+    found: dict[Cell, list[float]] = {}
+    for row in rows:
+        if row.metric.startswith(PREDICTED):
+            found.setdefault((row.variant, row.point, row.metric), []).extend([row.value] if row.valid else [])
+    return found
+
+
+def _named(metric: str, variant: str, point: str, labels: Mapping[str, str]) -> str:
+    at = f" at {point}" if point else ""
+    return f"{describe(metric).label} of {labels[variant]}{at}"

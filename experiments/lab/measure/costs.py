@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -17,6 +18,8 @@ from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.points import flat
+from experiments.lab.spec import BOUND
 from experiments.lab.store import result as store
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
@@ -25,10 +28,24 @@ from mini_infer.modeling.spec import ModelSpec
 from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
+_USUAL = flat(EngineConfig().to_dict())
 HEADER = """\
 # What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
 # this layout on this machine find the file by what it says.
 """
+
+# Settings that no step's time depends on, or that the other fields of a Layout say: any other is a part of it.
+_ELSEWHERE = (
+    *("seed", "numerics", "scheduler", "speculation", "attention.prefill", "attention.decode", "graphs.capture"),
+    *("model.path", "model.load_format", "model.hf_config", "model.tokenizer", "model.dtype", "model.device"),
+    *("model.quantization", "model.quantization_group", "model.quantization_symmetric", "model.max_model_len"),
+    *("model.threads", "model.seed", "model.dry", "cache.layout", "cache.dtype", "cache.num_blocks"),
+    *("cache.memory_gib", "cache.gpu_memory_utilization", "cache.gpu_shared", "cache.prefix_caching"),
+    *("cache.num_host_blocks", "cache.host_memory_gib", "cache.host_prefix_gib", "cache.disk_prefix_path"),
+    *("cache.disk_prefix_gib", "cache.watermark", "parallel.tensor", "parallel.pipeline", "parallel.timeout_s"),
+    *("parallel.start_timeout_s", "parallel.replicas", "parallel.routing", "parallel.launcher", "parallel.prefill"),
+    *("parallel.decode", "parallel.hand_over", "parallel.connector", "parallel.prefill_tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,12 @@ class Layout:
     graphs: str
     attention: str
     threads: int | None  # of torch, on a CPU
+    settings: dict[str, Any] = field(default_factory=dict)  # of the engine, all others that are not the default
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """By name, or by the setting's key."""
+        return {**asdict(self), "settings": {}, **self.settings}
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
@@ -63,6 +86,11 @@ class Layout:
             graphs=config.graphs.capture.value,
             attention="/".join(dict.fromkeys((attention.prefill.value, attention.decode.value))),
             threads=threads if device == "cpu" else None,
+            settings={
+                key: value
+                for key, value in flat(config.to_dict()).items()
+                if _USUAL.get(key) != value and not f"{key}.".startswith(tuple(f"{name}." for name in _ELSEWHERE))
+            },
         )
 
 
@@ -123,10 +151,8 @@ def find(folder: Path, target: Target) -> Found:
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
         if known.machine == target.machine and known.layout == layout:
-            measured = known.costs
-            if not measured.push_block_s:  # one engine alone has pushed nothing
-                measured = replace(measured, push_block_s=push_block_s(target))
-            return Found(measured, f"fitted: {path.name}, of {known.measured}")
+            measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
+            return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
         others.append((_differences(known, target), path.name))
     nearest = min(others, default=None, key=lambda other: len(other[0]))
     hint = "" if nearest is None else f"; the nearest is {nearest[1]}, but for {', '.join(nearest[0])}"
@@ -134,13 +160,44 @@ def find(folder: Path, target: Target) -> Found:
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
-    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}", bound=True)
+    return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
 
 
 def _differences(known: CostFile, target: Target) -> list[str]:
-    mine, theirs = asdict(target.layout), asdict(known.layout)
-    found = [f"{key}={theirs[key]}" for key in mine if mine[key] != theirs[key]]
+    found = [f"{key}={value}" for key, value in differences(target.layout, known.layout).items()]
     return found + ([f"machine={known.machine}"] if known.machine != target.machine else [])
+
+
+def differences(layout: Layout, other: Layout) -> dict[str, Any]:
+    """What the other has, where it is not the same."""
+    mine, theirs = layout.facts, other.facts
+    keys = [key for key in {**mine, **theirs} if mine.get(key, _USUAL.get(key)) != theirs.get(key, _USUAL.get(key))]
+    return {key: theirs.get(key, _USUAL.get(key)) for key in keys}
+
+
+class Watched:
+    """Fitted costs, and of how many of the steps that somebody asked for nobody has measured as many tokens.
+
+    Attributes:
+        asked: steps, also those that somebody looked ahead at in vain.
+        beyond: of these.
+    """
+
+    def __init__(self, fitted: FittedCosts) -> None:
+        self.fitted, self.asked, self.beyond = fitted, 0, 0
+        self.host_s, self.copy_s, self.push_s = fitted.host_s, fitted.copy_s, fitted.push_s
+        self._most_rows, self._most_tokens = fitted.decode.tokens[-1], fitted.prompts.tokens[-1]
+
+    def device_s(self, work: Work) -> float:
+        tokens = work.decode_tokens + work.prompt_tokens
+        self.asked += 1
+        self.beyond += tokens > (self._most_tokens if work.prompt_tokens else self._most_rows)
+        return self.fitted.device_s(work)
+
+    def rows_s(self, rows: int, contexts: range) -> list[float]:
+        self.asked += len(contexts)
+        self.beyond += len(contexts) * (rows > self._most_rows)
+        return self.fitted.rows_s(rows, contexts)
 
 
 class Dry:

@@ -105,7 +105,10 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     seconds = np.array([step.device_s for step in steps])
     work = np.array([step.work for step in steps], dtype=float)
     tokens, with_prompts = work[:, 0] + work[:, 1], work[:, 1] > 0
-    knots = [_knots(tokens[~with_prompts]), _knots(tokens[with_prompts])]
+    # Rows beside prompts add up to numbers of tokens that mean nothing: knots are those of prompts alone.
+    alone = tokens[with_prompts & (work[:, 0] == 0)]
+    most = tokens[with_prompts].max()
+    knots = [_knots(tokens[~with_prompts]), np.union1d(_knots(alone if alone.size else tokens[with_prompts]), [most])]
     columns = [
         _rises(tokens, own) * of_kind[:, None]
         for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure import ceilings, costs, hardware
-from experiments.lab.measure.costs import Found, Target
+from experiments.lab.measure.costs import Found, Target, Watched
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
+from experiments.lab.spec import STEPS
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.config import replace as changed
@@ -68,6 +69,7 @@ class Simulator:
     chosen: Hardware
     threads: int  # of torch, on a CPU
     folder: Path = costs.FOLDER  # with files of costs
+    _watched: list[Watched] = field(default_factory=list, init=False, compare=False)  # that simulated steps have asked
 
     def setup(self, config: EngineConfig) -> Setup:
         """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""
@@ -92,7 +94,22 @@ class Simulator:
         target = self.target(config)
         settled = _limits(target, self.chosen.host_memory_gib)
         waits = config.parallel.pipeline > 1 and config.speculation.most > 0  # as in runtime/worker/worker.py
-        return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap and not waits)
+        found = costs.find(self.folder, target)
+        if isinstance(found.costs, Watched):
+            self._watched.append(found.costs)
+        return Setup(config, found, settled, target.layout.overlap and not waits)
+
+    def beyond(self) -> list[str]:
+        """A remark where steps that were simulated have more in them than any that was measured."""
+        asked, beyond = (sum(getattr(costs, name) for costs in self._watched) for name in ("asked", "beyond"))
+        if not beyond:
+            return []
+        ends = {(known.fitted.decode.tokens[-1], known.fitted.prompts.tokens[-1]) for known in self._watched}
+        most = " or ".join(f"{rows:,} rows alone and {tokens:,} tokens with prompts" for rows, tokens in sorted(ends))
+        return [
+            f"{beyond / asked:.1%} of the simulated steps lie beyond what was measured, which is up to {most}: their "
+            "times go on as between the last two that were."
+        ]
 
     def target(self, config: EngineConfig) -> Target:
         device = costs.device_of(config, simulated=True).type
@@ -179,7 +196,7 @@ class SimulatedSubject:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.about: Mapping[str, Any] = {"steps' times": setup.found.source}
+        self.about: Mapping[str, Any] = {STEPS: setup.found.source}
         self._records: list[StepRecord] = []
         self.forget()
 

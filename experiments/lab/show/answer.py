@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show import effects, verdicts, wording
+from experiments.lab.show import effects, predictions, verdicts, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
@@ -39,6 +39,8 @@ def sentence(result: Result) -> str:
         return of_pairs
     if most := at_most(result):
         return f"At most: {', '.join(most)}."
+    if told := predictions.sentence(result):
+        return told
     claimed = effects.of_claims(result)
     if text := _one_by_one(claimed, info):
         return text

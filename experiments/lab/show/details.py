@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from experiments.lab.judge import pairs
-from experiments.lab.show import verdicts, wording
+from experiments.lab.show import predictions, verdicts, wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
-from experiments.lab.show.grids import Grid, Sheet
+from experiments.lab.show.grids import Grid, Sheet, predictions_of
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Row
@@ -18,6 +18,7 @@ from experiments.lab.store.rows import Row
 NAMES_SHOWN = 12  # of preempted requests
 FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
 RATIO = "A ratio is taken repeat by repeat; its median need not be the quotient of the medians that stand beside it."
+PREDICTED = "A prediction's ratio is to the baseline's prediction."
 TOKENS = """\
 Before a variant's speed counts, what it answers under load is compared with what each request gets alone, and where
 numbers do not depend on the batch, the tokens of the timed passes with the baseline's (*same tokens*)."""
@@ -34,7 +35,7 @@ counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
     info = result.info
-    grids = [*pairs.grids(result), *Sheet(result).grids(list(info.metrics))]
+    grids = [*pairs.grids(result), *predictions.gains(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid for point in stacks.points(result) for grid in stacks.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     return [
@@ -67,6 +68,7 @@ def _made(result: Result) -> str:
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
     turns = f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}"
+    turns += f" {PREDICTED}" if predictions_of(info) else ""
     compared = [
         *([turns] if info.baseline is not None else []),
         *([TOKENS] if info.baseline is not None and (info.gates or not info.error_gates) else []),

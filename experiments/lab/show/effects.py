@@ -71,11 +71,14 @@ class Effect:
 def of_claims(result: Result) -> list[Effect]:
     """In the order of the claims; several claims on one quantity are one effect, and checks are none."""
     found: dict[tuple[str, Cell, Cell | None], Effect] = {}
+    sides: dict[tuple[str, Cell, Cell | None], set[bool]] = {}
     for j in result.judgements:
         if j.claim.metric not in CHECKS:
             key = (j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result))
             found[key] = _with_bound(found[key] if key in found else between(result, *key, j.reason), j.claim)
-    return list(found.values())
+            sides.setdefault(key, set()).add(j.claim.bound.is_floor)
+    # Between two bounds neither is what is to be reached.
+    return [replace(e, target=None, aim=None) if len(sides[key]) > 1 else e for key, e in found.items()]
 
 
 def shown(result: Result, most: int) -> list[Effect]:

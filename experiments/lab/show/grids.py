@@ -9,8 +9,8 @@ from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
-from experiments.lab.spec import PREDICTED
-from experiments.lab.store.result import Result
+from experiments.lab.spec import BOUND, PREDICTED, STEPS
+from experiments.lab.store.result import Result, RunInfo
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling
 ROOFLINE = {"floor_ms": "floor", "mbu": "MBU", "mfu": "MFU"}  # how near the hardware's limits a pass came
@@ -57,6 +57,13 @@ def metric_title(metric: Metric) -> str:
     return f"{metric.label[0].upper()}{metric.label[1:]}{unit} ({better} is better)"
 
 
+def predictions_of(info: RunInfo) -> dict[str, str]:
+    """Simulated variant -> the measured one of the same settings. That a bound is not met is no miss: it has none."""
+    known = {name + PREDICTED: name for name in info.variants if name + PREDICTED in info.variants}
+    bounds = [v for v in known if any(str(about.get(STEPS)).startswith(BOUND) for about in info.peers.get(v, ()))]
+    return {variant: name for variant, name in known.items() if variant not in bounds}
+
+
 class Sheet:
     """The numbers of one result as tables, one a metric."""
 
@@ -69,8 +76,8 @@ class Sheet:
             cell = (row.variant, row.point, row.metric)
             why = ABSENT if row.is_absent else INVALID if row.is_fault else FEW
             self._lacking[cell] = max(self._lacking.get(cell, FEW), why, key=(FEW, INVALID, ABSENT).index)
-        predictions = {name + PREDICTED: name for name in result.info.variants}
-        self._misses = {(m.variant, m.point, m.metric): m.share for m in prediction.misses(result.rows, predictions)}
+        misses = prediction.misses(result.rows, predictions_of(result.info))
+        self._misses = {(m.variant, m.point, m.metric): m.by for m in misses}
         # Of several gates at a point, the one against the baseline in the timed passes.
         ordered = sorted(result.info.gates, key=lambda gate: not gate.against)
         self._gates = {(gate.variant, gate.point): gate for gate in ordered}
@@ -169,15 +176,19 @@ class Sheet:
         return wording.interval(found) + (f" (n={found.n})" if found.n != self._turns else "")
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
-        if variant == self.info.baseline:
-            return "1" if self.table.values(variant, point, metric) else wording.NOTHING
-        found = self._result.ratio(variant, point, metric)
+        """Of a prediction to the baseline's: what it promises."""
+        baseline = str(self.info.baseline)
+        if variant.endswith(PREDICTED) and baseline + PREDICTED in self.info.variants:
+            baseline += PREDICTED
+        values = self.table.values(variant, point, metric)
+        if variant == baseline:
+            return "1" if values else wording.NOTHING
+        found = stats.ratio(values, self.table.values(baseline, point, metric))
         return wording.NOTHING if found is None else wording.interval(found, "x")
 
     def miss(self, variant: str, point: str, metric: str) -> str:
         """Of what a simulated variant says, against the measured one of the same name."""
-        share = self._misses.get((variant, point, metric))
-        return wording.NOTHING if share is None else f"{share:+.1%}"
+        return self._misses.get((variant, point, metric), wording.NOTHING)
 
     @property
     def _gated(self) -> Columns:
