@@ -111,7 +111,7 @@ class Request:
     min_total_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)  # end-of-sequence (unless ignored) and stop tokens
     must_be_read: bool = field(init=False)  # what it samples depends on more than what lies on the device
-    token_ids: list[int] = field(init=False)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then output; it only grows, or another one takes its place
     num_tokens: int = field(init=False)  # == len(token_ids), kept because the hot loop reads it
     num_computed_tokens: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)  # tokens of steps not booked yet: drafts count as accepted
