@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Sequence, Set
 from typing import TypeAlias
 
@@ -86,7 +86,11 @@ class _Replica:
 
     def __init__(self, number: int, holders: dict[int, set[int]]) -> None:
         self.capacity = MOST_CHUNKS
-        self.chunks: OrderedDict[int, Route] = OrderedDict()  # by whom last used, the oldest first
+        self.chunks: dict[int, Route] = {}  # by whom last used
+        # Who has used which, the oldest first. Of a chain the end is forgotten first. What somebody else has used since
+        # stands here in vain.
+        self._uses: deque[tuple[Route, list[int]]] = deque()
+        self._num_used = 0  # chunks in it
         self.ours = 0  # completions under way
         self._number, self._holders = number, holders
 
@@ -107,24 +111,35 @@ class _Replica:
 
     def use(self, chain: Chain, route: Route) -> None:
         chunks = self.chunks
-        for chunk in reversed(chain):  # the beginning last, so that a chain is forgotten from its end
-            chunks[chunk] = route
-            chunks.move_to_end(chunk)
         if chain:
+            chunks.update(dict.fromkeys(chain, route))
+            self._uses.append((route, list(chain)))
+            self._num_used += len(chain)
             self._holders.setdefault(chain[0], set()).add(self._number)
         while len(chunks) > self.capacity:
             self._forget_oldest()
+        if self._num_used > 2 * self.capacity:
+            uses = [(user, [chunk for chunk in used if chunks[chunk] is user]) for user, used in self._uses]
+            self._uses, self._num_used = deque([use for use in uses if use[1]]), len(chunks)
 
     def forget_until(self, time: int) -> None:
-        while self.chunks and next(iter(self.chunks.values())).time <= time:
+        while self._uses and self._uses[0][0].time <= time:
             self._forget_oldest()
 
     def forget_all(self) -> None:
-        while self.chunks:
+        while self._uses:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        chunk, _ = self.chunks.popitem(last=False)
+        """Of the uses, whether anybody has used the same chunk since or not."""
+        route, chain = self._uses[0]
+        chunk = chain.pop()
+        self._num_used -= 1
+        if not chain:
+            self._uses.popleft()
+        if self.chunks[chunk] is not route:
+            return
+        del self.chunks[chunk]
         if chunk in self._holders:
             self._holders[chunk].discard(self._number)
             if not self._holders[chunk]:
