@@ -62,15 +62,16 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:
     lone = {block for run in pool.lone.values() for block in run.blocks}
     assert len(lone) == sum(len(run.blocks) for run in pool.lone.values()), "a block is in two lone runs"
     for block, count in held.items():
-        known = pool._ref_counts.get(block, 1)
+        known = pool._ref_counts[block]
         assert known == count, f"block {block} has {known} references, but {count} tables hold it"
-    zero = {block for block, count in pool._ref_counts.items() if not count}
+    zero = {block for block, count in enumerate(pool._ref_counts) if not count}
     assert zero == cached - lone, "cached blocks are not those without references"
-    hashed = {block: h for block, (h, _) in pool._hashes.items()}
+    assert all(pool._ref_counts[block] == 1 for block in blank | (cached & lone)), "nobody's block has references"
+    hashed = {block: h for block, h in enumerate(pool._hashes) if h is not None}
     assert {h: block for block, h in hashed.items()} == pool._block_of_hash, "the hash index is not one to one"
-    firsts = Counter(first for _, first in pool._hashes.values())
-    assert firsts == pool._num_hashed, "the counts of hashes are not theirs"
-    assert firsts.keys().isdisjoint(pool.lone), "a lone run is not alone"
+    assert len(pool._known_firsts) <= pool.num_blocks, "beginnings of chains are kept for ever"
+    assert {pool._firsts[block] for block in hashed} <= pool._known_firsts, "the beginning of a chain is not known"
+    assert pool._known_firsts.isdisjoint(pool.lone), "a lone run is not alone"
     assert lone.isdisjoint(hashed), "a block of a lone run has a hash"
     assert cached <= hashed.keys() | lone, "a cached block has no hash"
     assert blank.isdisjoint(hashed), "a blank block has a hash"

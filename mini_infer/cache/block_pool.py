@@ -33,9 +33,15 @@ class Run:
 
     __slots__ = ("blocks", "hashes", "held", "tokens")
 
-    def __init__(self, blocks: list[int], hashes: list[bytes], tokens: Sequence[int] | None, held: bool) -> None:
+    def __init__(
+        self,
+        blocks: list[int],
+        hashes: list[bytes] | None = None,
+        tokens: Sequence[int] | None = None,
+        held: bool = False,
+    ) -> None:
         self.blocks = blocks
-        self.hashes = hashes
+        self.hashes = [] if hashes is None else hashes
         self.tokens = tokens
         self.held = held
 
@@ -45,8 +51,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.num_cached = 0
-        # References of a block, where they are not one while it is in a table, and none while it is in a lone run.
-        self._ref_counts: dict[int, int] = {}
+        self._ref_counts = [1] * num_blocks  # of what is in a table, or cached and has a hash; else they are 1, too
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
         # Cached blocks, least recently used first. Who takes one back does not look for its place: the first entries of
         # a block are void, as many as `_void` says.
@@ -54,9 +59,10 @@ class BlockPool:
         self._void: Counter[int] = Counter()
         self._num_void = 0
         self.lone: dict[bytes, Run] = {}  # by the first block's hash
-        self._hashes: dict[int, tuple[bytes, bytes | None]] = {}  # a block's, and that of the first one of its chain
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._firsts: list[bytes | None] = [None] * num_blocks  # of what has a hash: that of its chain's first block
         self._block_of_hash: dict[bytes, int] = {}
-        self._num_hashed: Counter[bytes | None] = Counter()  # blocks with a hash, by the first one of their chain
+        self._known_firsts: set[bytes | None] = set()  # all of them, and some of blocks that have been evicted since
 
     @property
     def num_free(self) -> int:
@@ -77,12 +83,11 @@ class BlockPool:
         """Adds a reference to blocks that are cached or already referenced, and in no lone run."""
         ref_counts = self._ref_counts
         for block in blocks:
-            count = ref_counts.get(block, 1)
-            if count == 0:
+            if ref_counts[block] == 0:
                 self._void[block] += 1
                 self._num_void += 1
                 self.num_cached -= 1
-            ref_counts[block] = count + 1
+            ref_counts[block] += 1
         if self._num_void > self.num_blocks:
             for run in self._lru:
                 if run.tokens is None:
@@ -106,17 +111,16 @@ class BlockPool:
         ref_counts, hashes, blank = self._ref_counts, self._hashes, self._blank
         cached = []
         for block in reversed(blocks):
-            count = ref_counts.pop(block, 1) - 1
-            if count:
-                ref_counts[block] = count
-            elif block in hashes:
+            if ref_counts[block] > 1:
+                ref_counts[block] -= 1
+            elif hashes[block] is None:
+                blank.append(block)
+            else:
                 ref_counts[block] = 0
                 cached.append(block)
-            else:
-                blank.append(block)
         if cached:
             self.num_cached += len(cached)
-            self._lru.append(Run(cached[::-1], [], None, False))
+            self._lru.append(Run(cached[::-1]))
 
     def register(self, blocks: Iterable[int], block_hashes: Iterable[bytes], first: bytes | None = None) -> None:
         """Makes referenced blocks findable. The first block of equal content stays the one that is found.
@@ -124,12 +128,13 @@ class BlockPool:
         Args:
             first: hash of the first block of their chain, of which there is no lone run.
         """
-        hashes, block_of_hash, known = self._hashes, self._block_of_hash, len(self._hashes)
+        hashes, firsts, block_of_hash = self._hashes, self._firsts, self._block_of_hash
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            if block not in hashes and block_of_hash.setdefault(block_hash, block) == block:
-                hashes[block] = block_hash, first
-        if len(hashes) > known:
-            self._num_hashed[first] += len(hashes) - known
+            if hashes[block] is None and block_of_hash.setdefault(block_hash, block) == block:
+                hashes[block], firsts[block] = block_hash, first
+        self._known_firsts.add(first)
+        if len(self._known_firsts) > self.num_blocks:
+            self._known_firsts = {firsts[block] for block in block_of_hash.values()}
 
     def block_of(self, block_hash: bytes) -> int | None:
         """The block that is found by this hash."""
@@ -152,13 +157,14 @@ class BlockPool:
     # --- chains that nobody else's are like ---------------------------------------------------------------------
 
     def holds_alike(self, first: bytes) -> bool:
-        """Whether it holds a block with a hash, of a chain whose first block has this one."""
-        return first in self._num_hashed
+        """Whether there may be blocks with hashes in chains whose first block has this one. Not where there are none
+        for sure."""
+        return first in self._known_firsts
 
     def begin(self, blocks: list[int], hashes: list[bytes], tokens: Sequence[int]) -> None:
         """A table's leading blocks, which are filled, are a lone run from here on: nothing is there that begins alike.
         The run takes what its maker adds to the two lists, and to its blocks."""
-        self.lone[hashes[0]] = Run(blocks, hashes, tokens, True)
+        self.lone[hashes[0]] = Run(blocks, hashes, tokens, held=True)
 
     def retire(self, run: Run, table: list[int]) -> None:
         """Gives back the table of a lone run, as `release`."""
@@ -170,8 +176,8 @@ class BlockPool:
     def end_lone(self, run: Run) -> None:
         """It is a run like any other: its hashes are made."""
         del self.lone[run.hashes[0]]
-        if not run.held:
-            self._ref_counts.update(dict.fromkeys(run.blocks, 0))
+        for block in run.blocks if not run.held else ():
+            self._ref_counts[block] = 0
         self.register(run.blocks, run.hashes[: len(run.blocks)], run.hashes[0])
         run.tokens = None
 
@@ -181,13 +187,13 @@ class BlockPool:
         ref_counts, gained = self._ref_counts, set()
         if released:
             given_back = Counter(block for table in released for block in table)
-            gained = {block for block, count in given_back.items() if count == ref_counts.get(block, 1)}
-        lost = sum([ref_counts.get(block, 1) == 0 or block in gained for block in shared])
+            gained = {block for block, count in given_back.items() if count == ref_counts[block]}
+        lost = sum([ref_counts[block] == 0 or block in gained for block in shared])
         return self.num_free + len(gained) - lost
 
     def _evict(self, count: int, evicted: list[int]) -> None:
         """Adds so many to `evicted`."""
-        lru, hashes, num_hashed = self._lru, self._hashes, self._num_hashed
+        lru, hashes, ref_counts, block_of_hash = self._lru, self._hashes, self._ref_counts, self._block_of_hash
         self.num_evictions += count
         self.num_cached -= count
         while count:
@@ -205,11 +211,8 @@ class BlockPool:
                     block = blocks.pop()
                     if self._num_void and self._takes_void(block):
                         continue
-                    block_hash, first = hashes.pop(block)
-                    del self._block_of_hash[block_hash], self._ref_counts[block]
-                    num_hashed[first] -= 1
-                    if not num_hashed[first]:
-                        del num_hashed[first]
+                    del block_of_hash[hashes[block]]  # type: ignore[arg-type]  # what is cached has one
+                    hashes[block], ref_counts[block] = None, 1
                     evicted.append(block)
                     count -= 1
             if not blocks:

@@ -122,7 +122,7 @@ def _freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def early(self: BlockPool, blocks: list[int]) -> None:
         for block in blocks:
-            self._ref_counts[block] = min(self._ref_counts.get(block, 1), 1)
+            self._ref_counts[block] = min(self._ref_counts[block], 1)
         release(self, [block for block in blocks if self._ref_counts[block] > 0])
 
     monkeypatch.setattr(BlockPool, "release", early)
