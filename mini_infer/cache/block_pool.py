@@ -74,7 +74,8 @@ class BlockPool:
         if count > self.num_free:
             return None
         blank = self._blank
-        taken = [blank.pop() for _ in range(min(count, len(blank)))] if blank else []
+        taken = blank[: -count - 1 : -1]
+        del blank[len(blank) - len(taken) :]
         if len(taken) < count:
             self._evict(count - len(taken), taken)
         return taken
