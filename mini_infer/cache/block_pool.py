@@ -199,25 +199,20 @@ class BlockPool:
         self.num_cached -= count
         while count:
             run = lru[0]
-            blocks = run.blocks
-            if run.tokens is not None:
-                taken = blocks[-count:]
-                del blocks[-count:]
-                evicted += reversed(taken)
-                count -= len(taken)
-                if not blocks:
-                    del self.lone[run.hashes[0]]
-            else:
-                while count and blocks:
-                    block = blocks.pop()
-                    if self._num_void and self._takes_void(block):
-                        continue
+            taken = run.blocks[: -count - 1 : -1]
+            del run.blocks[len(run.blocks) - len(taken) :]
+            if run.tokens is None:
+                if self._num_void:
+                    taken = [block for block in taken if not self._takes_void(block)]
+                for block in taken:
                     del block_of_hash[hashes[block]]  # type: ignore[arg-type]  # what is cached has one
                     hashes[block], ref_counts[block] = None, 1
-                    evicted.append(block)
-                    count -= 1
-            if not blocks:
+            elif not run.blocks:
+                del self.lone[run.hashes[0]]
+            if not run.blocks:
                 lru.popleft()
+            evicted += taken
+            count -= len(taken)
 
     def _takes_void(self, block: int) -> bool:
         """Whether an entry that has left the line was void."""
