@@ -169,6 +169,8 @@ class BlockPool:
 
     def retire(self, run: Run, table: list[int]) -> None:
         """Gives back the table of a lone run, as `release`."""
+        assert run.tokens is not None
+        run.tokens = tuple(run.tokens)  # which the garbage collector does not look into, as it would into a list
         run.held = False
         self.num_cached += len(run.blocks)
         self._lru.append(run)
