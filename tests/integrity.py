@@ -54,17 +54,29 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:
     """Every block is in exactly one state, and the reference counts are those of `tables`, the block tables of all
     live requests."""
     held = Counter(block for table in tables for block in table)
-    for block in range(pool.num_blocks):
-        assert pool._ref_counts[block] == held[block], (
-            f"block {block} has {pool._ref_counts[block]} references, but {held[block]} tables hold it"
-        )
-    referenced = {block for block, count in enumerate(pool._ref_counts) if count}
     blank, cached = set(pool._blank), set(pool.cached())
     assert len(blank) == len(pool._blank), "a blank block is listed twice"
     assert len(cached) == len(pool.cached()) == pool.num_cached, "a cached block is listed twice"
-    assert len(referenced) + len(blank) + len(cached) == pool.num_blocks, "a block is lost or in two states"
-    assert referenced | blank | cached == set(range(pool.num_blocks)), "a block is lost or in two states"
+    assert len(held) + len(blank) + len(cached) == pool.num_blocks, "a block is lost or in two states"
+    assert held.keys() | blank | cached == set(range(pool.num_blocks)), "a block is lost or in two states"
+    lone = {block for run in pool.lone.values() for block in run.blocks}
+    assert len(lone) == sum(len(run.blocks) for run in pool.lone.values()), "a block is in two lone runs"
+    for block, count in held.items():
+        known = pool._ref_counts[block]
+        assert known == count, f"block {block} has {known} references, but {count} tables hold it"
+    zero = {block for block, count in enumerate(pool._ref_counts) if not count}
+    assert zero == cached - lone, "cached blocks are not those without references"
+    assert all(pool._ref_counts[block] == 1 for block in blank | (cached & lone)), "nobody's block has references"
     hashed = {block: h for block, h in enumerate(pool._hashes) if h is not None}
     assert {h: block for block, h in hashed.items()} == pool._block_of_hash, "the hash index is not one to one"
-    assert cached <= hashed.keys(), "a cached block has no hash"
+    assert len(pool._known_firsts) <= pool.num_blocks, "beginnings of chains are kept for ever"
+    assert {pool._firsts[block] for block in hashed} <= pool._known_firsts, "the beginning of a chain is not known"
+    assert pool._known_firsts.isdisjoint(pool.lone), "a lone run is not alone"
+    assert lone.isdisjoint(hashed), "a block of a lone run has a hash"
+    assert cached <= hashed.keys() | lone, "a cached block has no hash"
     assert blank.isdisjoint(hashed), "a blank block has a hash"
+    for first, run in pool.lone.items():
+        assert run.blocks, "a lone run is empty"
+        assert run.tokens is not None, "a lone run has no tokens"
+        assert run.hashes[0] == first, "a lone run is kept under another's hash"
+        assert cached.isdisjoint(run.blocks) == run.held, "a lone run is both held and cached"

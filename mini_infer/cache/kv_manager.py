@@ -7,6 +7,8 @@ A request's block table, block_size = 4, after a prefix hit of two blocks and tw
                     \\---- shared with other requests ----/   \\-- own --/
     block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
 
+Of a chain that begins as no other does h0 is all that is made (block_pool.Run): it says that nobody can share it.
+
 Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies
 of prefixes (prefix_tiers.py).
 
@@ -22,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.block_pool import BlockPool, Run
 from mini_infer.cache.prefix_tiers import PrefixFiles, PrefixTiers
 from mini_infer.cache.under_way import Transfers, UnderWay
 from mini_infer.core.config import CacheConfig, Layout
@@ -134,11 +136,12 @@ class KVManager:
         sibling (n > 1) takes its leader's prompt blocks directly, with the prefix cache on or off."""
         limit = request.num_reusable_tokens // self.block_size
         blocks: list[int] = []
-        if self.prefix_caching:
+        if self.prefix_caching and limit and self._has_alike(request):
             self._extend_hashes(request, limit)
             blocks = self._pool.find(request.block_hashes[:limit])
         leader = request.fork_of
         if leader is not None and self.least_blocks == 1:
+            self._end_lone(self._lone_run(leader))
             shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
             if shareable > len(blocks):
                 blocks = leader.block_table[:shareable]
@@ -146,36 +149,67 @@ class KVManager:
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """Lets others share the request's blocks that the steps so far have filled."""
-        full = num_computed_tokens // self.block_size
-        if full <= request.num_committed_blocks:
+        full, done = num_computed_tokens // self.block_size, request.num_committed_blocks
+        if full <= done:
             return
         if self.prefix_caching:
-            self._extend_hashes(request, full)
-            new = slice(request.num_committed_blocks, full)
-            hashes = request.block_hashes[new]
-            self._pool.register(request.block_table[new], hashes)
-            self.tiers.filled(hashes)
+            blocks = request.block_table[done:full]
+            if (run := self._lone_run(request)) is not None:
+                run.blocks += blocks
+            elif self._has_alike(request) or done:
+                self._extend_hashes(request, full)
+                hashes = request.block_hashes[done:full]
+                self._pool.register(blocks, hashes, request.block_hashes[0])
+                self.tiers.filled(hashes)
+            else:
+                self._pool.begin(blocks, request.block_hashes, request.token_ids)
         request.num_committed_blocks = full
 
     def fills_alike(self, requests: Iterable[Request]) -> bool:
         """Whether blocks that `commit` is to let others share, once these requests' tokens but for the last are
         computed, are like some that are there, or like each other."""
         new: list[bytes] = []
+        firsts: list[bytes] = []  # of those whose chains begin as nothing that is there
         for request in requests if self.prefix_caching else ():
             full = (request.num_tokens - 1) // self.block_size
-            if full > request.num_committed_blocks:
-                self._extend_hashes(request, full)
-                new += request.block_hashes[request.num_committed_blocks : full]
-        return len(set(new)) < len(new) or self._pool.holds_any(new)
+            if full > request.num_committed_blocks and self._lone_run(request) is None:
+                if self._has_alike(request):
+                    self._extend_hashes(request, full)
+                    new += request.block_hashes[request.num_committed_blocks : full]
+                else:
+                    firsts.append(request.block_hashes[0])
+        return len({*new, *firsts}) < len(new) + len(firsts) or self._pool.holds_any(new)
+
+    def _lone_run(self, request: Request) -> Run | None:
+        """That of its table, if its committed blocks are one."""
+        hashes = request.block_hashes
+        run = self._pool.lone.get(hashes[0]) if hashes else None
+        return run if run is not None and run.held and run.hashes is hashes else None
+
+    def _has_alike(self, request: Request) -> bool:
+        """Whether the request's hashes matter: the pool holds blocks, all with theirs by now, of chains whose first
+        block is like its own; or other memory may."""
+        self._extend_hashes(request, 1)
+        first = request.block_hashes[0]
+        self._end_lone(self._pool.lone.get(first))
+        return self.tiers.saves or self._pool.holds_alike(first)
+
+    def _end_lone(self, run: Run | None) -> None:
+        if run is not None:
+            assert run.tokens is not None
+            self._extend(run.hashes, run.tokens, len(run.blocks), "")
+            self._pool.end_lone(run)
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         """Of the first `num_blocks` blocks: equal hashes mean equal tokens from the start on, and an equal salt."""
-        hashes, size = request.block_hashes, self.block_size
-        first = len(hashes)
+        self._extend(request.block_hashes, request.token_ids, num_blocks, request.cache_salt)
+
+    def _extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: str) -> None:
+        size, first = self.block_size, len(hashes)
         if first < num_blocks:
-            tokens = request.token_ids[first * size : num_blocks * size]
+            tokens = token_ids[first * size : num_blocks * size]
             assert len(tokens) == (num_blocks - first) * size, "a hash needs a full block"
-            hashes += self._hash_blocks(hashes[-1] if hashes else request.cache_salt, tokens, size)
+            hashes += self._hash_blocks(hashes[-1] if hashes else salt, tokens, size)
 
     # --- a request's blocks -------------------------------------------------------------------------------------
 
@@ -215,10 +249,13 @@ class KVManager:
         host = self._host_tables.pop(request, [])
         parked = self.transfers.of(request)
         if parked is None:
-            self._pool.release(self._units(request.block_table))
+            if (run := self._lone_run(request)) is not None:
+                self._pool.retire(run, request.block_table)
+            else:
+                self._pool.release(self._units(request.block_table))
             self._host.release(host)
         else:
-            parked.take_table(request)
+            self._give_table(parked, request)
             parked.host += host
             parked.request = None
         self.tiers.freed(request)
@@ -254,7 +291,7 @@ class KVManager:
         self._host_tables[request] = host
         parked = UnderWay(request)
         transfer = Transfer(self.transfers.add(parked), True, list(zip(request.block_table, host, strict=False)))
-        parked.take_table(request)
+        self._give_table(parked, request)
         return transfer
 
     def swap_in(self, request: Request) -> Transfer:
@@ -268,6 +305,10 @@ class KVManager:
         """The request stays in swap space after all. Its device blocks stay taken until the transfer has ended."""
         parked = self.transfers.of(request)
         assert parked is not None
+        self._give_table(parked, request)
+
+    def _give_table(self, parked: UnderWay, request: Request) -> None:
+        self._end_lone(self._lone_run(request))
         parked.take_table(request)
 
     def end_transfer(self, transfer_id: int, failed: Collection[int] = ()) -> Request | None:

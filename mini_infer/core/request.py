@@ -111,7 +111,7 @@ class Request:
     min_total_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)  # end-of-sequence (unless ignored) and stop tokens
     must_be_read: bool = field(init=False)  # what it samples depends on more than what lies on the device
-    token_ids: list[int] = field(init=False)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then output; it only grows, or another one takes its place
     num_tokens: int = field(init=False)  # == len(token_ids), kept because the hot loop reads it
     num_computed_tokens: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)  # tokens of steps not booked yet: drafts count as accepted
@@ -171,9 +171,10 @@ class Request:
     def look_ahead(self, block_size: int) -> None:
         """Works out `grow_after` and `quiet_until`. A grammar reads every token."""
         if self.constraint is None:
-            fills_block = (self.num_committed_blocks + 1) * block_size + 1
-            self.grow_after = min(len(self.block_table) * block_size, self.max_total_tokens - 1)
-            self.quiet_until = min(fills_block, self.max_total_tokens)
+            room, last = len(self.block_table) * block_size, self.max_total_tokens - 1
+            fills_block = (self.num_committed_blocks + 1) * block_size
+            self.grow_after = room if room < last else last
+            self.quiet_until = 1 + (fills_block if fills_block < last else last)
 
     def __repr__(self) -> str:
         return (

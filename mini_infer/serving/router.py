@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Sequence, Set
 from typing import TypeAlias
 
@@ -86,14 +86,29 @@ class _Replica:
 
     def __init__(self, number: int, holders: dict[int, set[int]]) -> None:
         self.capacity = MOST_CHUNKS
-        self.chunks: OrderedDict[int, Route] = OrderedDict()  # by whom last used, the oldest first
+        # By whom last used. Of a chain that begins as no other only the first chunk is here, as long as nobody asks
+        # for the others, and `_lone` has all of them.
+        self.chunks: dict[int, Route] = {}
+        self._lone: dict[int, list[int]] = {}
+        self._num_absent = 0  # chunks that only `_lone` has
+        # Who has used which, the oldest first. Of a chain the end is forgotten first. What somebody else has used since
+        # stands here in vain.
+        self._uses: deque[tuple[Route, list[int]]] = deque()
+        self._num_used = 0  # chunks in it
         self.ours = 0  # completions under way
         self._number, self._holders = number, holders
 
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks) + self._num_absent
+
     def depth(self, chain: Chain) -> int:
         """How many of the chunks it holds: with one all before it, which whoever used it has used a moment later."""
-        chunks, low, high = self.chunks, 0, len(chain)
-        if not chain or chain[0] not in chunks:
+        low, high = 0, len(chain)
+        if not chain:
+            return 0
+        chunks = self.beside(chain[0])
+        if chain[0] not in chunks:
             return 0
         if chain[-1] in chunks:
             return high
@@ -105,26 +120,63 @@ class _Replica:
                 high = middle
         return low
 
+    def beside(self, first: int) -> dict[int, Route]:
+        """`chunks`, with all of the chains that begin with this one."""
+        if (lone := self._lone.pop(first, None)) is not None:
+            self.chunks.update(dict.fromkeys(lone, self.chunks[first]))
+            self._num_absent -= len(lone) - 1
+        return self.chunks
+
     def use(self, chain: Chain, route: Route) -> None:
         chunks = self.chunks
-        for chunk in reversed(chain):  # the beginning last, so that a chain is forgotten from its end
-            chunks[chunk] = route
-            chunks.move_to_end(chunk)
         if chain:
-            self._holders.setdefault(chain[0], set()).add(self._number)
-        while len(chunks) > self.capacity:
-            self._forget_oldest()
+            first, used = chain[0], list(chain)
+            if first in chunks:
+                self.beside(first).update(dict.fromkeys(used, route))
+            else:
+                chunks[first], self._lone[first] = route, used
+                self._num_absent += len(used) - 1
+            self._uses.append((route, used))
+            self._num_used += len(used)
+            self._holders.setdefault(first, set()).add(self._number)
+        while (excess := self.num_chunks - self.capacity) > 0:
+            self._forget_oldest(excess)
+        if self._num_used > 2 * self.capacity:
+            self._uses = deque([use for use in map(self._still_used, self._uses) if use[1]])
+            self._num_used = self.num_chunks
+
+    def _still_used(self, use: tuple[Route, list[int]]) -> tuple[Route, list[int]]:
+        route, chain = use
+        if self._lone.get(chain[0]) is chain:
+            return use
+        return route, [chunk for chunk in chain if self.chunks[chunk] is route]
 
     def forget_until(self, time: int) -> None:
-        while self.chunks and next(iter(self.chunks.values())).time <= time:
+        while self._uses and self._uses[0][0].time <= time:
             self._forget_oldest()
 
     def forget_all(self) -> None:
-        while self.chunks:
+        while self._uses:
             self._forget_oldest()
 
-    def _forget_oldest(self) -> None:
-        chunk, _ = self.chunks.popitem(last=False)
+    def _forget_oldest(self, most: int = MOST_CHUNKS) -> None:
+        """Of the oldest use the last chunk, whether anybody has used it since or not; at most so many of a lone chain,
+        but for its first."""
+        route, chain = self._uses[0]
+        if len(chain) > 1 and self._lone.get(chain[0]) is chain:
+            count = min(most, len(chain) - 1)
+            del chain[-count:]
+            self._num_absent -= count
+            self._num_used -= count
+            return
+        chunk = chain.pop()
+        self._num_used -= 1
+        if not chain:
+            self._uses.popleft()
+        if self.chunks[chunk] is not route:
+            return
+        del self.chunks[chunk]
+        self._lone.pop(chunk, None)
         if chunk in self._holders:
             self._holders[chunk].discard(self._number)
             if not self._holders[chunk]:
@@ -165,11 +217,10 @@ class Router:
         """A prompt's chunks, but for the last token, which is always computed; none where the policy looks at none."""
         if not self._looks_at_prompts:
             return ()
-        tokens, size = tuple(token_ids), self._chunk_tokens
-        chain = []
+        size, chain = self._chunk_tokens, []
         parent = hash(tuple(salt.encode(errors="replace")))  # that of a text differs from process to process
-        for end in range(size, len(tokens), size):
-            parent = hash((parent, tokens[end - size : end]))  # of integers: the same in all processes
+        for end in range(size, len(token_ids), size):
+            parent = hash((parent, tuple(token_ids[end - size : end])))  # of integers: the same in all processes
             chain.append(parent)
         return chain
 
@@ -246,11 +297,11 @@ class Router:
         """Who of them holds most of a prompt, and how many chunks."""
         equal, deepest = list[int](), 0
         for number in sorted(among & self._holders.get(chain[0], frozenset())):
-            replica = self._replicas[number]
+            chunks = self._replicas[number].beside(chain[0])
             # Hundreds may hold a beginning that is asked for often: so their depths are not looked for.
-            if deepest < len(chain) and chain[deepest] in replica.chunks:
-                equal, deepest = [number], replica.depth(chain)
-            elif chain[deepest - 1] in replica.chunks:
+            if deepest < len(chain) and chain[deepest] in chunks:
+                equal, deepest = [number], self._replicas[number].depth(chain)
+            elif chain[deepest - 1] in chunks:
                 equal.append(number)
         return equal, deepest
 

@@ -49,10 +49,13 @@ def take_steps(scheduler: Scheduler, running: Sequence[Request], times: Sequence
         _fill_in_order(kv, running, count)
     for request in running:
         target = request.num_tokens + request.num_in_flight - 1
-        if target > request.grow_after or request.num_tokens >= request.quiet_until:
+        grows, fills = target > request.grow_after, request.num_tokens >= request.quiet_until
+        if grows:
             blocks = kv.grow(request, target)
             assert blocks is not None
+        if fills:
             kv.commit(request, request.num_tokens - 1)
+        if grows or fills:
             request.look_ahead(kv.block_size)
 
 

@@ -15,7 +15,7 @@ from mini_infer.core.request import Request
 from mini_infer.serving.router import Chain, Route, Router
 from mini_infer.simulation.apart import Errands, Said
 from mini_infer.simulation.executor import VirtualClock
-from mini_infer.simulation.replica import Replica
+from mini_infer.simulation.replica import NEVER, Replica
 
 
 class Cluster:
@@ -106,8 +106,8 @@ class Cluster:
         """Goes on to the next end of a request, and returns it. None where none comes before `until`, to which the
         clock has then gone on, or at all."""
         while self._acts or self._events:
-            act = self._acts[0][0] if self._acts else float("inf")
-            moment = self._events[0][0] if self._events else float("inf")
+            act = self._acts[0][0] if self._acts else NEVER
+            moment = self._events[0][0] if self._events else NEVER
             if until is not None and act >= until and moment >= until:
                 break
             if moment <= act:
@@ -131,8 +131,10 @@ class Cluster:
 
     def _act(self, number: int) -> None:
         replica = self._replicas[number]
-        for request in replica.run():
-            self._add_event(max(replica.clock.now, replica.pushed), request)
+        if ended := replica.run():
+            moment = max(replica.clock.now, replica.pushed)
+            for request in ended:
+                self._add_event(moment, request)
         self._schedule(number)
         if self._prompts or len(self._routers) > 1:
             self._tell(number)
@@ -149,9 +151,8 @@ class Cluster:
     def _schedule(self, number: int) -> None:
         """What a replica does next, now that something has changed there."""
         self._stamps[number] += 1
-        replica = self._replicas[number]
-        if replica.busy:
-            heapq.heappush(self._acts, (replica.next_event, number, self._stamps[number]))
+        if (moment := self._replicas[number].next_event) < NEVER:
+            heapq.heappush(self._acts, (moment, number, self._stamps[number]))
         if self._prompts:
             for moment, said in self._errands.said(number):
                 self._add_event(moment, said)

@@ -28,6 +28,7 @@ from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualCloc
 from mini_infer.speculative.speculator import make_speculator
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
+NEVER = float("inf")
 LOOKED_AHEAD = 32  # steps at a time: a request may come any moment, and then what lies behind it was looked for in vain
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
@@ -119,8 +120,10 @@ class Replica:
 
     @property
     def next_event(self) -> float:
-        """The earliest moment at which it does something that anybody could see; it is busy."""
-        return self._ends[self._num_ahead - 1] if self._num_ahead else self.clock.now
+        """The earliest moment at which it does something that anybody could see; NEVER where it is not busy."""
+        if self._num_ahead:
+            return self._ends[self._num_ahead - 1]
+        return self.clock.now if self.busy else NEVER
 
     @property
     def pushed(self) -> float:
@@ -188,7 +191,7 @@ class Replica:
         if self._num_ahead < self._num_alike:
             self._look_ahead()
             return []
-        self.skip_until(float("inf"))
+        self.skip_until(NEVER)
         self.core.step()
         if self._skips and self.busy:
             self._find_alike()

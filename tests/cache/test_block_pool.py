@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from integrity import check_pool
 
-from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.block_pool import BlockPool, Run
 
 
 def test_allocate_is_all_or_nothing() -> None:
@@ -94,6 +94,37 @@ def test_first_block_of_equal_content_is_the_one_that_is_found() -> None:
     check_pool(pool, [])
 
 
+def test_a_lone_run_is_cached_and_evicted_as_if_its_blocks_had_hashes() -> None:
+    pool = BlockPool(6)
+    table, hashes = pool.allocate(4) or [], [b"a", b"b", b"c"]
+    pool.begin(table[:2], hashes, [])
+    run = pool.lone[b"a"]
+    run.blocks.append(table[2])
+    check_pool(pool, [table])
+    assert not pool.holds_alike(b"a"), "nobody can share it"
+    pool.retire(run, table)
+    assert (pool.num_free, pool.num_cached) == (6, 3)
+    check_pool(pool, [])
+    taken = pool.allocate(4)
+    assert taken == [table[3], 4, 5, table[2]], "the last of its table goes first, once no blank one is left"
+    pool.end_lone(run)
+    assert pool.holds_alike(b"a")
+    assert pool.find(hashes) == table[:2]
+    check_pool(pool, [taken])
+    pool.share(table[:1])
+    assert pool.allocate(1) == table[1:2]
+
+
+def test_a_lone_run_that_is_evicted_is_forgotten() -> None:
+    pool = BlockPool(2)
+    table = pool.allocate(2) or []
+    pool.begin(list(table), [b"a"], [])
+    pool.retire(pool.lone[b"a"], table)
+    assert pool.allocate(2) == table[::-1]
+    assert not pool.lone
+    check_pool(pool, [table])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -102,7 +133,8 @@ def test_first_block_of_equal_content_is_the_one_that_is_found() -> None:
         (lambda pool: pool._ref_counts.__setitem__(0, 2), "tables hold it"),
         (lambda pool: pool._block_of_hash.pop(b"a"), "hash index"),
         (lambda pool: pool._hashes.__setitem__(0, b"z"), "hash index"),
-        (lambda pool: pool._lru.append(3), "two states"),
+        (lambda pool: pool._known_firsts.clear(), "is not known"),
+        (lambda pool: pool._lru.append(Run([3])), "listed twice"),
     ],
 )
 def test_integrity_check_finds_planted_damage(damage, message: str) -> None:

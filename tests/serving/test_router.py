@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -194,11 +194,41 @@ def test_homes_of_other_routers_are_in_a_table_of_their_own(file: int) -> None:
 # --- what it thinks that they hold --------------------------------------------------------------------------------
 
 
+def test_chunks_are_remembered_and_forgotten_one_by_one() -> None:
+    """As if all were in one line, the least recently used first, and of a use its end before its beginning."""
+    for seed in range(50):
+        rng, line, holders = random.Random(seed), OrderedDict[int, int](), dict[int, set[int]]()
+        replica = module._Replica(3, holders)
+        replica.capacity = rng.randint(1, 30)
+        for turn in range(1, 200):
+            first = rng.randint(1, 4) if rng.random() < 0.5 else 10 + turn
+            chain = [first, *(1000 * first + place for place in range(rng.randrange(6)))]
+            chain += [1000 * turn + 500 + place for place in range(rng.randrange(4))]
+            if rng.random() < 0.1:
+                until = turn - rng.randrange(20)
+                replica.forget_until(until)
+                while line and next(iter(line.values())) <= until:
+                    line.popitem(last=False)
+            elif rng.random() < 0.7:
+                replica.use(chain, Route(0, 1, turn, 0, 0))
+                for chunk in reversed(chain):
+                    line[chunk] = turn
+                    line.move_to_end(chunk)
+                while len(line) > replica.capacity:
+                    line.popitem(last=False)
+            assert replica.depth(chain) == next((i for i, chunk in enumerate(chain) if chunk not in line), len(chain))
+            assert replica.num_chunks == len(line)
+            assert replica._num_used <= max(2 * replica.capacity, len(line))
+            assert {chunk for chunk, numbers in holders.items() if numbers} == {c for c in line if c < 1000}
+        replica.forget_all()
+        assert (replica.num_chunks, replica._num_used, holders) == (0, 0, {})
+
+
 def test_what_is_remembered_is_bounded_by_the_replicas_memory() -> None:
     router = make(2, num_blocks=40)  # 10 chunks
     for seed in range(50):
         router.end(send(router, prompt(seed)))
-    assert [len(replica.chunks) for replica in router._replicas] == [10, 10]
+    assert [replica.num_chunks for replica in router._replicas] == [10, 10]
     router.told(0, 0, 10**9)
     assert router._replicas[0].capacity == module.MOST_CHUNKS
 

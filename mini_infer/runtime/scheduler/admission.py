@@ -105,10 +105,11 @@ class Batch:
             RequestStatus.loading: self.loading,
             RequestStatus.receiving: self.receiving,
         }
+        self._size = size
         self.free_indices = list(range(size - 1, -1, -1))
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self._size - len(self.free_indices)
 
     def __contains__(self, request: Request) -> bool:
         return request.status in self._queues

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.request import Request
 from mini_infer.transfer.protocol import Arrival, Ask, NoReceiver
@@ -45,9 +47,10 @@ class Elsewhere:
             self._asks = unsent
             self._kv.end_transfer(ask.transfer_id)
 
-    def tell(self, oldest: int | None) -> None:
-        """Sends what has been asked for and what nobody needs any more. `oldest`: of the steps that are under way."""
+    def tell(self, under_way: Iterable[int]) -> None:
+        """Sends what has been asked for and what nobody needs any more. `under_way`: steps, the oldest first."""
         if self._asks or self._cancelled:
+            oldest = next(iter(under_way), None)
             due = [ask for step, ask in self._asks if oldest is None or step <= oldest]
             self._asks = self._asks[len(due) :]
             self._receiver.start(due, self._cancelled)

@@ -143,7 +143,7 @@ class PlannedStep:
         self.following = [place[row] for row in self.following]
 
     def plan(self) -> StepPlan:
-        return StepPlan(*_plan_fields(self))
+        return StepPlan._make(_plan_fields(self))
 
 
 FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row

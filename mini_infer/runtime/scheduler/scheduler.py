@@ -165,7 +165,7 @@ class Scheduler:
         here = len(self._requests) > len(self.batch.receiving)  # others wait for another engine, whoever else writes
         step.awaits_transfers = idle and here and bool(self.kv.transfers.local)
         step.last_transfer = self.kv.transfers.num_started
-        self._tell()
+        self._elsewhere.tell(self.planned)
         plan = step.plan()
         if not plan.empty:
             self.planned[step.step] = step
@@ -175,10 +175,7 @@ class Scheduler:
         """Tells other engines what is wanted of them, and takes in what has come."""
         for request in self._elsewhere.arrivals():
             self.batch.move(request, RequestStatus.prefilling)
-        self._tell()
-
-    def _tell(self) -> None:
-        self._elsewhere.tell(next(iter(self.planned), None))
+        self._elsewhere.tell(self.planned)
 
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""

@@ -53,7 +53,8 @@ class _Completion:
         dropped = request.num_tokens - num_tokens
         if dropped:
             request.num_tokens, request.ended_by_token = num_tokens, False
-            del request.token_ids[num_tokens:], request.token_times[num_tokens - request.prompt_len :]
+            request.token_ids = request.token_ids[:num_tokens]  # the prefix cache may have use for the others, too
+            del request.token_times[num_tokens - request.prompt_len :]
             if self.logprobs is not None:
                 del self.logprobs[num_tokens - request.prompt_len :]
         return dropped
