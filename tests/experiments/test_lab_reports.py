@@ -12,14 +12,15 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, pages, report, sweeps
-from experiments.lab.show.answer import _two_digits, answer, flags
+from experiments.lab.show import effects, pages, predictions, report, sweeps
+from experiments.lab.show.answer import _two_digits, answer, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.pages import screen
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
+from experiments.lab.store.rows import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take some seconds
 
@@ -252,9 +253,50 @@ def test_predictions_stand_beside_what_was_measured_of_the_same_variant():
     values = {"base": 100.0, "base predicted": 103.0, "new": 50.0, "new predicted": 40.0}
     given = result(variants=variants, gates=[], claims=(), sizes=(1,))
     rows = [replace(row, value=values[row.variant]) for row in given.rows]
-    (grid,) = Sheet(replace(given, rows=tuple(rows))).grids(["ttft_p50_ms"])
+    given = replace(given, rows=tuple(rows))
+    (grid,) = Sheet(given).grids(["ttft_p50_ms"])
     assert grid.header == ("variant", "median [95 %]", "ratio to baseline", "off by", "same tokens")
     assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-20.0%"]
+    assert [row[2][:5] for row in grid.rows] == ["1", "1", "0.500", "0.388"], "to the baseline's prediction"
+    (gains,) = predictions.gains(given)
+    assert [(*row[:3], row[3][:5], row[4][:5]) for row in gains.rows if row[0] == "median TTFT"] == [
+        ("median TTFT", "concurrency=1", "on", "2x [2", "2.58x")
+    ]
+    assert predictions.errors(given) == [], "no claim is about a prediction"
+    bound = {"new predicted": ({STEPS: f"{BOUND}: nobody has measured"},)}
+    (grid,) = Sheet(replace(given, info=replace(given.info, peers=bound))).grids(["ttft_p50_ms"])
+    assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-"], "that a bound is not met is no miss"
+
+
+def test_a_page_about_predictions_begins_with_their_errors():
+    """A row a load, with the worst of all variants; what was measured as 0 is missed by whatever was predicted."""
+    variants = {"base": "off", "base predicted": "off, predicted", "new": "on", "new predicted": "on, predicted"}
+    given = result(variants=variants, gates=[], repeats=1)
+    values = {"base": 100.0, "base predicted": 103.0, "new": 50.0, "new predicted": 40.0}
+    rows = [replace(row, value=values[row.variant]) for row in given.rows]
+    rows += [
+        Row(name, "concurrency=8", 0, "goodput_rps", value, "") for name, value in (("new", 0), ("new predicted", 2))
+    ]
+    about = [
+        Claim("ttft_p50_ms", "base predicted", "concurrency=1", bound, value, "base", "concurrency=1", "reach")
+        for bound, value in ((Bound.ratio_at_least, 0.95), (Bound.ratio_at_most, 1.05))
+    ]
+    given = replace(given, rows=tuple(rows), info=replace(given.info, claims=tuple(about)))
+    (grid,) = predictions.errors(given)
+    assert grid.title == "Errors of the predictions: off / on"
+    assert grid.header == ("load", "tokens/s", "median TTFT", "P99 ITL", "goodput", "worst")
+    off = "+3.0% / -20.0%"
+    assert grid.rows == (
+        ("concurrency=1", off, off, off, "- / -", "tokens/s, on: -20.0%"),
+        ("concurrency=8", off, off, off, "- / +2 from 0", "goodput, on: +2 from 0"),
+    )
+    page = pages.report_page([given], [], lambda info: 0)
+    assert page.index(grid.title) < page.index("<details>")
+    assert sentence(given).startswith(
+        "Predictions are off by, in the median: tokens/s 11.5% (worst -20.0%: on, concurrency=1); median TTFT 11.5%"
+    )
+    (effect,) = effects.of_claims(given)
+    assert effect.target is None, "between two bounds neither is to be reached"
 
 
 def test_a_single_variant_has_one_table_for_all_metrics():

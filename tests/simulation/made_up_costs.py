@@ -1,9 +1,23 @@
-"""Costs of a made-up machine, and replicas on it."""
+"""Costs of a made-up machine, replicas on it, and what they have to do."""
 
 from __future__ import annotations
 
-from mini_infer.core.config import CacheConfig, EngineConfig, SchedulerConfig
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mini_infer.core.config import (
+    Batching,
+    CacheConfig,
+    EngineConfig,
+    Policy,
+    Preemption,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from mini_infer.core.limits import Limits
+from mini_infer.core.plan import StepPlan
 from mini_infer.simulation.costs import Curve, FittedCosts
 from mini_infer.simulation.replica import Replica
 
@@ -32,3 +46,48 @@ def replica(
     costs: FittedCosts = COSTS,
 ) -> Replica:
     return Replica(config, limits, costs, overlap, skips=skips)
+
+
+def random_load(count: int, seed: int) -> list[tuple[float, list[int], int, int]]:
+    """When each comes, its prompt, how many tokens it gets, and its priority."""
+    rng, now, found = random.Random(seed), 0.0, []
+    shared = [[rng.randrange(200) for _ in range(40)] for _ in range(3)]
+    for _ in range(count):
+        now += rng.expovariate(30)
+        own = [rng.randrange(200) for _ in range(rng.randrange(1, 90))]
+        prompt = (rng.choice(shared) if rng.random() < 0.4 else []) + own
+        found.append((now, prompt, rng.randrange(1, 60), rng.randrange(3)))
+    return found
+
+
+DRAFTS = SpeculationConfig(method="synthetic", acceptance=0.6, adaptive=False, num_tokens=3)  # type: ignore[arg-type]
+CONFIGS = {
+    "chunked": CONFIG,
+    "uncached": replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
+    "whole": replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
+    "swap": replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
+    "tiers": replace(CONFIG, cache=replace(CONFIG.cache, host_prefix_gib=2**-20)),
+    "priority": replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=Policy.priority)),
+    "patience": replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=Policy.patience)),
+    "static": replace(CONFIG, scheduler=replace(CONFIG.scheduler, batching=Batching.static)),
+    "drafts": replace(CONFIG, speculation=DRAFTS),
+    "shortest": replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=Policy.shortest)),
+}
+
+
+def copies(config: EngineConfig) -> bool:
+    """To host memory, and back."""
+    return config.scheduler.preemption is Preemption.swap or config.cache.host_prefix_gib is not None
+
+
+def watch(executor: Any) -> list[StepPlan]:
+    """The plans that an executor is to launch from here on."""
+    plans: list[StepPlan] = []
+    launch: Callable[[StepPlan], Any] = executor.launch
+
+    def watched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    executor.launch = watched
+    return plans
