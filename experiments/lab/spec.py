@@ -41,6 +41,7 @@ class PanelKind(str, Enum):
     curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
+    front = "front"  # every point's metric over another one, `x`: the best so far as a line, bounds as hollow marks
     stack = "stack"  # bars of pieces, which are `parts`; the figure's only panel
     gantt = "gantt"  # requests of a point over time, a column a variant; the figure's only panel
 
@@ -62,6 +63,7 @@ class PanelSpec:
         along = {
             PanelKind.lines: "lines: name the point's key",
             PanelKind.curve: "a curve: name the metric",
+            PanelKind.front: "a front: name the metric",
             PanelKind.formula: "a formula: name the point's key, or the metric,",
         }
         if self.kind in along and self.x is None:
