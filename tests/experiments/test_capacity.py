@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
 
+import made_up
 import pytest
+from matplotlib.figure import Figure
 from small_runs import DRY, FEW
 from small_runs import run as measured
 
 from experiments.ablation import Ablation
-from experiments.capacity import Capacity, front
+from experiments.capacity import GPUS, VARIANT, Capacity, front
 from experiments.lab import catalog, typed
 from experiments.lab.axes import CONF
+from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure import plan_commands, plans
 from experiments.lab.measure.plans import Plan
 from experiments.lab.points import Point, flat
+from experiments.lab.show import answer
+from experiments.lab.show.figures import fronts
+from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.settings import ModelSettings
@@ -216,6 +224,27 @@ def test_the_front_has_what_nothing_beats_in_gpus_and_in_latency() -> None:
     cheap, quick, between = made_up_plan(1, 90), made_up_plan(8, 10), made_up_plan(4, 30)
     beaten = [made_up_plan(1, 95), made_up_plan(4, 31), made_up_plan(5, 30), made_up_plan(8, 90), made_up_plan(16, 10)]
     assert front([quick, *beaten, between, cheap], "ttft_p90_ms") == [cheap, between, quick]
+
+
+def test_the_figure_has_the_front_as_a_line_and_bounds_as_hollow_marks_below_it() -> None:
+    at = {"replicas=1": (1, 90), "replicas=2": (2, 95), "prefill=2 decode=1": (3, 40), "tensor=2 (bound)": (2, 5)}
+    metrics = {"gpus": GPUS, "ttft_p90_ms": formulas.describe("ttft_p90_ms")}
+    rows = [Row(VARIANT, point, 0, name, float(value), metrics[name].unit)
+            for point, values in at.items() for name, value in zip(metrics, values, strict=True)]  # fmt: skip
+    simulated = made_up.result(rows=rows, variants={VARIANT: VARIANT}, baseline=None, metrics=metrics, gates=())
+    shapes = {"prefill=2 decode=1": {"prefill_share": 0.5}, "tensor=2 (bound)": {"engine.parallel.tensor": 2}}
+    info = dataclasses.replace(
+        simulated.info, points={p: shapes.get(p, {}) for p in at}, answer="3 GPUs do.", claims=()
+    )
+    simulated = dataclasses.replace(simulated, info=info)
+    ax = Figure().subplots()
+    assert fronts.draw(ax, PanelSpec("ttft_p90_ms", PanelKind.front, x="gpus"), simulated)
+    line, *marks = ax.lines
+    assert line.get_xydata().tolist() == [[1, 90], [3, 40], [3, 40]]
+    hollow = {mark.get_label() for mark in marks if mark.get_markerfacecolor() == "white"}
+    assert hollow == {"tensor 2, a bound"}
+    assert {mark.get_label() for mark in marks} - hollow == {"replicas", "prefill share 0.5"}
+    assert answer.sentence(simulated) == "3 GPUs do."
 
 
 def test_what_the_simulator_cannot_tell_apart_is_no_gain() -> None:
