@@ -144,7 +144,8 @@ class Layouts:
     def _planned(
         self, settings: Settings, replicas: int, served: Served, setup: Setup, slo: SLO, alone: bool = False
     ) -> Plan:
-        self.sources[f"What steps take: {setup.found.source}."] = None
+        if not (setup.found.bound and self.sources):  # that of one bound says what is known beside it
+            self.sources[f"What steps take: {setup.found.source}."] = None
         if self._workload.has_ramps:
             served = served.without_ramps()
         gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
