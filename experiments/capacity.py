@@ -108,7 +108,7 @@ class Capacity(Experiment):
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
         if best.keeps:
             answer = self._kept(best)
-            bounds = list(self._bounds(best))
+            bounds = list(self._bounds(best, steps))
             self._fill_fronts(best, steps)
             shown = [plan for plan in self._layouts.tried if plan.keeps]
             notes = [answer, self._start(best), *bounds, *self._beside(best), *self._worth(best)]
@@ -259,7 +259,7 @@ class Capacity(Experiment):
             if len(changed) == 1:
                 yield changed[0], plan
 
-    def _bounds(self, best: Plan) -> Iterator[str]:
+    def _bounds(self, best: Plan, steps: Steps) -> Iterator[str]:
         """What nobody has measured, at its best."""
         if best.bound:
             yield "Its steps are bounds, as of every layout here: no engine is as quick. Calibrate first."
@@ -268,7 +268,10 @@ class Capacity(Experiment):
         for key, values in self.spec.settings.items():
             for value in values:
                 settings = {**best.settings, key: value}
-                if not self._layouts.is_measured(settings) and (plan := self._plan(settings)) is not None:
+                if self._layouts.is_measured(settings):
+                    continue
+                steps.note(f"what a roofline allows with {points.point({key: value}).name}")
+                if (plan := self._plan(settings)) is not None:
                     told.append(f"{points.point({key: value}).name}: {self._worth_of(plan)}")
         if told:
             yield (
