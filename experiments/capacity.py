@@ -25,11 +25,11 @@ from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Metric
 from experiments.lab.measure import plan_commands
-from experiments.lab.measure.plans import OF_PASS, PREFILL_SHARE, REPLICAS, TIE, Layouts, Plan, engine_of
+from experiments.lab.measure.plans import OF_PASS, REPLICAS, TIE, Layouts, Plan, engine_of
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import Device, EngineConfig

@@ -13,6 +13,11 @@ VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
 RATE = "workload.rate_per_s"  # what a search varies
 IN_TIME = 0.9  # of the requests, at a rate that is called sustained
 PREDICTED = " predicted"  # behind a variant's name: the same one, simulated
+BOUND = " (bound)"  # behind a plan's name: of costs that no step can have, since nobody has measured this layout
+PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
+# Settings of how GPUs are put together, and of what a step takes there: layouts in which they are equal have one shape.
+SHAPE = ("engine.parallel.tensor", "engine.parallel.pipeline", PREFILL_SHARE, "engine.model.quantization",
+         "engine.speculation.method")  # fmt: skip
 
 
 @dataclass(frozen=True)

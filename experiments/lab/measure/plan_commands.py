@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.lab import axes, schema
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.load.server import flags
-from experiments.lab.measure.plans import PREFILL_SHARE, Plan, Settings, counted
+from experiments.lab.measure.plans import Plan, Settings, counted
 from experiments.lab.points import flat
+from experiments.lab.spec import PREFILL_SHARE
 from mini_infer.core.config import EngineConfig, LoadFormat, Routing
 from mini_infer.core.speculation_config import SpeculationMethod
 

@@ -15,19 +15,15 @@ from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
+from experiments.lab.spec import BOUND, PREFILL_SHARE, SHAPE
 from experiments.lab.workloads import Item, Workload
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
 OF_PASS = ("slo_share", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms")
 REPLICAS = "engine.parallel.replicas"
-PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
-# Settings of how GPUs are put together, and of what a step takes there: layouts in which they are equal have one shape.
-SHAPE = ("engine.parallel.tensor", "engine.parallel.pipeline", PREFILL_SHARE, "engine.model.quantization",
-         "engine.speculation.method")  # fmt: skip
 NO_ENGINE_OF_ITS_OWN = (PREFILL_SHARE, "engine.parallel.routing")  # settings that one engine alone does not read
 TIE = 0.1  # two latencies that differ by less are equal: a simulated one is off by as much
-BOUND = " (bound)"  # behind a plan's name: of costs that no step can have, since nobody has measured this layout
 
 Settings = Mapping[str, Any]
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from experiments.lab.measure.plans import BOUND, SHAPE
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import COLOURS, INK, MARKERS
-from experiments.lab.spec import PanelSpec
+from experiments.lab.spec import BOUND, SHAPE, PanelSpec
 from experiments.lab.store.result import Result
 
 PLAIN = (1, 0, "none", None)  # values of SHAPE that need not be named
