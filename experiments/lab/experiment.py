@@ -46,6 +46,7 @@ class Findings:
     workload: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made
     ceilings: Ceilings | None = None  # that floors were taken from
     notes: Sequence[str] = ()
+    answer: str = ""  # the page's first sentence, where rows alone do not tell it
     error_gates: Sequence[ErrorGate] = ()
     profiles: Sequence[StepProfile] = ()
     kernels: Sequence[KernelRow] = ()  # of the profiles

@@ -15,6 +15,11 @@ IN_TIME = 0.9  # of the requests, at a rate that is called sustained
 PREDICTED = " predicted"  # behind a variant's name: the same one, simulated
 STEPS = "steps' times"  # of a simulated variant, among the facts about it: where they come from
 BOUND = "the roofline, a bound that no step can beat"  # how that begins where nobody has measured them
+OF_BOUND = " (bound)"  # behind a plan's name: of costs that no step can have, since nobody has measured this layout
+PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
+# Settings of how GPUs are put together, and of what a step takes there: layouts in which they are equal have one shape.
+SHAPE = ("engine.parallel.tensor", "engine.parallel.pipeline", PREFILL_SHARE, "engine.model.quantization",
+         "engine.speculation.method")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class PanelKind(str, Enum):
     curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
+    front = "front"  # every point's metric over another one, `x`: the best so far as a line, bounds as hollow marks
     stack = "stack"  # bars of pieces, which are `parts`; the figure's only panel
     gantt = "gantt"  # requests of a point over time, a column a variant; the figure's only panel
 
@@ -64,6 +70,7 @@ class PanelSpec:
         along = {
             PanelKind.lines: "lines: name the point's key",
             PanelKind.curve: "a curve: name the metric",
+            PanelKind.front: "a front: name the metric",
             PanelKind.formula: "a formula: name the point's key, or the metric,",
         }
         if self.kind in along and self.x is None:

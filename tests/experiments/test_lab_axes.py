@@ -306,6 +306,13 @@ def test_a_model_brings_its_scale(compose_config, run_py, capsys, experiment, ty
     assert "dtype: bfloat16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("experiment", ["capacity", "calibrate", "simulator", "simulator_trace"])
+def test_large_models_are_planned_calibrated_and_predicted_with_their_scales(compose_config, experiment):
+    for model, scale in {"qwen3_32b": "32b", "qwen3_30b_a3b": "30b_a3b"}.items():
+        found = settle(compose_config, experiment, f"model={model}", "hardware=h200")
+        assert (found.axes.scale, found.config.engine.model.dtype) == (scale, "bfloat16")
+
+
 @pytest.mark.parametrize("model", ["llama3_1_8b", "qwen2_5_7b,qwen3_0_6b"])
 def test_a_model_on_a_gpu_without_a_scale_of_its_own_names_one(compose_config, model):
     message = r"model on a GPU with the settings of scale=tiny, which is for a CPU: type the .*, scale=7b or scale=0_6b"

@@ -105,6 +105,14 @@ def test_a_long_open_loop_is_measured_without_its_ramps():
     assert Served(requests[:40], 0.0, 50.0).without_ramps().window is None  # too short for a steady state
 
 
+def test_where_no_request_counts_there_is_no_rate():
+    """As between the two halves of a trace with a hole."""
+    served = Served((trace(0.0, [1.0]), trace(99.0, [99.5])), 0.0, 99.5, window=(10.0, 90.0))
+    for name in ("output_tokens_per_s", "requests_per_s"):
+        assert isinstance(value(name, served), Missing)
+    assert value("output_tokens_per_s", replace(served, window=(0.0, 90.0))) == pytest.approx(1 / 90)
+
+
 def test_a_burst_shows_no_rate():
     """All have come before the first is answered."""
     requests = tuple(trace(i / 50, [i / 50 + 0.1, i / 50 + 2.0]) for i in range(101))

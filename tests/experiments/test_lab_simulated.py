@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from small_runs import DRY, FEW
+from small_runs import run as measured
 
 from experiments.ablation import Ablation
-from experiments.capacity import Capacity, Plan, _front
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.points import Point, flat
-from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
-from mini_infer.cli.serve import parse
 from mini_infer.core import limits
 from mini_infer.core.config import (
     CacheConfig,
@@ -40,14 +36,8 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime import preflight
-from mini_infer.serving.settings import ModelSettings
 from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
-DRY = [
-    *("model=dry", "engine.model.device=cpu", "engine.model.dry.max_model_len=2048", "engine.model.dry.step_ms=4"),
-    *("engine.model.dry.prefill_token_us=50", "engine.model.dry.decode_token_us=300"),
-]
-FEW = ["workload.count=24", "workload.prefix_tokens=64", "workload.suffix_tokens=16", "workload.output_tokens=12"]
 GPU = Hardware("NVIDIA H200", device=Device.cuda, memory_gib=139.8, ceilings=(Ceilings(4000, 4400, {"bfloat16": 800}),))
 TINY = EngineConfig(model=ModelConfig("tiny-target", device="cuda", dtype="bfloat16"))  # type: ignore[arg-type]
 
@@ -204,11 +194,6 @@ def test_swap_space_is_the_chosen_machines(monkeypatch: pytest.MonkeyPatch, own:
             small.setup(asked)
 
 
-def measured(config, cls=Ablation):
-    experiment = cls.from_config(config)
-    return experiment, experiment.measure(Steps("a test"))
-
-
 @pytest.mark.parametrize("load", ["workload.concurrency=3", "workload.arrivals=burst"])
 def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_time, load: str) -> None:
     """To the noise of the machine, and with every rule kept by which passes count."""
@@ -329,219 +314,3 @@ def test_remarks_have_no_blind_spots() -> None:
         "1 more could not be compared, since one side alone has a value that counts: inter-token latency, P99 of A, "
         "predicted (the prediction has none)."
     )
-
-
-PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=200"]
-SLOTS = {"engine.scheduler.max_num_seqs": [2, 8]}
-
-
-def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
-    config = compose_config(*PLAN)
-    config.experiment.settings = settings
-    config.experiment.slo = dict(zip(("ttft_ms", "tpot_ms"), slo, strict=True))
-    config.experiment.update(changes)
-    return planned(config)
-
-
-def planned(config, *but: str):
-    """What the planner finds. Of every layout the command starts the engine that was simulated."""
-    experiment, found = measured(config, Capacity)
-    for plan in experiment._plans.values():
-        if not isinstance(plan, str):
-            assert_same_engine(experiment, plan, *but)
-    return found
-
-
-def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
-    """With other seeds, and but for these settings."""
-    program, *flags = shlex.split(experiment._command(plan))
-    assert program == "mini-infer-serve"
-    (started,) = parse(flags, {}).models
-    assert started == ModelSettings(engine=started.engine)
-    simulated, served = (flat(e.to_dict()) for e in (experiment._engine(plan.settings, plan.replicas), started.engine))
-    assert {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)} <= {"seed", *but}
-
-
-def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulated(compose_config) -> None:
-    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "engine/graphs=never", "engine/attention=triton"]
-    experiment = Capacity.from_config(compose_config(*overrides, "engine.model.path='a folder/of Mine'"))
-    searched = experiment.spec.settings
-    layouts = [{**experiment._base, key: value} for key, values in searched.items() for value in values]
-    layouts += [{key: values[turn % len(values)] for key, values in searched.items()} for turn in range(12)]
-    for settings in layouts:
-        for replicas in (2, 3):
-            plan = Plan(Point("", {}), settings, replicas, 0, {}, True, False)
-            shape = flat({"model.hf_config": experiment._engine(settings, 1).model.hf_config})
-            assert_same_engine(experiment, plan, "model.load_format", "model.hf_config", *shape)
-    assert "--model 'a folder/of Mine' --model.dtype=bfloat16 --model.device=cuda" in experiment._command(plan)
-    assert "--model.max_model_len=16384" in experiment._command(plan)
-
-
-@pytest.mark.slow
-def test_the_command_of_a_plan_starts_a_server(compose_config, monkeypatch) -> None:
-    """Of the model that ships, as it is typed."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
-    from http_server import Server
-
-    config = compose_config("experiment=capacity", "hardware=cpu", *FEW, "workload.rate_per_s=1")
-    config.experiment.settings = {}
-    config.experiment.slo = {"ttft_ms": 10_000}
-    program, *flags = shlex.split(planned(config).notes[0].partition("Start it with: ")[2])
-    assert (program, *flags[:2]) == ("mini-infer-serve", "--model", "tiny-target")
-    server = Server((*flags, "--port=0"))
-    try:
-        assert server.complete("def ", model="tiny-target", max_tokens=3)["usage"]["completion_tokens"] == 3
-    finally:
-        assert server.stop() == 0
-
-
-def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
-    found = plan(compose_config)
-    best = found.points[-1]
-    assert (found.workload["kind"], found.workload["arrivals"]) == ("shared_prefix", "poisson")
-    (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
-    assert share >= 0.9
-    count = best.values["engine.parallel.replicas"]
-    assert count > 1
-    assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. ", found.notes[0])
-    assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
-    command = shlex.split(found.notes[0].partition("Start it with: ")[2])
-    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--model.load_format=dry"]
-    started = parse(command[1:], {}).models[0].engine
-    assert (started.parallel.replicas, started.scheduler.max_num_seqs) == (count, 8)
-    assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
-    assert {p.values["engine.scheduler.max_num_seqs"] for p in found.points} == {2, 8}
-    assert any(note.startswith("Cost against latency, where nothing is better in both") for note in found.notes)
-    beside = next(note for note in found.notes if note.startswith("To be measured beside it"))
-    commands = re.findall(r"mini-infer-serve [^;]*", beside)
-    assert len({*commands, found.notes[0].partition("Start it with: ")[2]}) == len(commands) + 1, "each once"
-    assert all(parse(shlex.split(command)[1:], {}).models for command in commands)
-    fewer = plan(compose_config, most_replicas=count - 1).notes[0]
-    assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
-    assert f"The nearest is replicas={count - 1}: " in fewer
-    assert "The nearest is replicas=1: " in plan(compose_config, settings={}, most_replicas=1).notes[0]
-
-
-def test_beside_bounds_the_fewest_of_what_was_measured_are_searched_for(compose_config, monkeypatch) -> None:
-    """With all settings, not with those alone that the search had come to before it met a bound."""
-    planned = Capacity._planned
-
-    def bound(self, settings, *more, **options):
-        own = planned(self, settings, *more, **options)
-        return own._replace(bound=settings["engine.scheduler.max_num_seqs"] == 8)
-
-    monkeypatch.setattr(Capacity, "_planned", bound)
-    tokens = "engine.scheduler.max_num_batched_tokens"
-    found = plan(compose_config, settings={**SLOTS, tokens: [128, 256]}, most_replicas=64)
-    assert found.notes[0].startswith("The fewest: ")
-    assert found.notes[1].startswith("Its steps are bounds. Of what was measured: The fewest: ")
-    assert "max_num_seqs=2" in found.notes[1]
-    assert {p.values[tokens] for p in found.points if p.values["engine.scheduler.max_num_seqs"] == 2} >= {128, 256}
-
-
-def test_what_no_engine_can_keep_is_said_at_once(compose_config) -> None:
-    """A prompt of 80 tokens takes 8 ms, and a token 4.3 ms: replicas are tried of no layout."""
-    config = compose_config(*PLAN)
-    config.experiment.settings = {**SLOTS, "prefill_share": [0.5]}
-    config.experiment.slo = {"ttft_ms": 4, "tpot_ms": 5}
-    experiment, found = measured(config, Capacity)
-    assert not experiment._tried
-    assert found.notes[0].startswith(
-        "Nothing keeps TTFT 4 ms and TPOT 5 ms for 90% of the requests, with any number of replicas. The nearest is "
-    )
-    assert "(each request alone): 0.0% do, and its P50 are TTFT 8 ms, TPOT 4.3 ms." in found.notes[0]
-    assert len({point.name for point in found.points}) == len(found.points)
-
-
-def test_prompts_that_are_computed_apart_are_planned_too(compose_config) -> None:
-    """Long prompts hold up whoever decodes, unless another engine computes them."""
-    config = compose_config(*PLAN, "workload.prefix_tokens=0", "workload.suffix_tokens=900", "workload.rate_per_s=20")
-    config.experiment.settings = {"prefill_share": [0, 0.5]}
-    config.experiment.slo = {"ttft_ms": 400, "tpot_ms": 6}
-    found = planned(config)
-    best = found.points[-1]
-    assert best.values["prefill_share"] == 0.5, found.notes
-    assert best.name == "prefill=1 decode=1"
-    started = parse(shlex.split(found.notes[0].partition("Start it with: ")[2])[1:], {}).models[0].engine
-    assert (started.parallel.prefill, started.parallel.decode, started.parallel.replicas) == (1, 1, 1)
-    assert "2 GPUs, prefill=1 decode=1. " in found.notes[0]
-
-
-def test_drafts_are_planned_too(compose_config) -> None:
-    settings = {"engine.speculation.method": ["none", "synthetic"]}
-    config = compose_config(*PLAN, "engine.speculation.acceptance=0.8", "engine.speculation.adaptive=false")
-    config.experiment.settings, config.experiment.slo = settings, {"ttft_ms": 300, "tpot_ms": 12}
-    found = planned(config, "speculation.method", "speculation.acceptance")
-    replicas = {p.values["engine.speculation.method"]: p.values["engine.parallel.replicas"] for p in found.points}
-    assert replicas == {"none": 2, "synthetic": 1}
-    assert "--speculation.method=ngram --speculation.adaptive=false" in found.notes[0]
-    assert not any("acceptance" in note or "synthetic" in note.partition("mini-infer-serve")[2] for note in found.notes)
-    (assumed,) = (note for note in found.notes if note.startswith("Assumed, not known"))
-    assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
-
-
-def made_up_plan(gpus: int, ttft: float, share: float = 1.0, **settings: object) -> Plan:
-    keys = {f"engine.scheduler.{name}": value for name, value in settings.items()}
-    values = {"gpus": gpus, "ttft_p50_ms": ttft, "slo_share": share}
-    return Plan(Point(f"{gpus} {ttft}", {}), keys, gpus, gpus, values, share >= 0.9, False)
-
-
-def test_the_front_has_what_nothing_beats_in_gpus_and_in_latency() -> None:
-    cheap, quick, between = made_up_plan(1, 90), made_up_plan(8, 10), made_up_plan(4, 30)
-    beaten = [made_up_plan(1, 95), made_up_plan(4, 31), made_up_plan(5, 30), made_up_plan(8, 90), made_up_plan(16, 10)]
-    assert _front([quick, *beaten, between, cheap]) == [cheap, between, quick]
-
-
-def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_others(compose_config) -> None:
-    config = compose_config(*PLAN)
-    keys = ["engine.scheduler.max_num_seqs", "engine.scheduler.max_num_batched_tokens"]
-    config.experiment.settings = {key: [1, 2, 3] for key in keys}
-    experiment = Capacity.from_config(config)
-    best = made_up_plan(2, 40, max_num_seqs=1, max_num_batched_tokens=1)
-    plans = [
-        best,
-        made_up_plan(3, 20, max_num_seqs=2, max_num_batched_tokens=1),
-        made_up_plan(64, 10, 0.25, max_num_seqs=3, max_num_batched_tokens=1),
-        made_up_plan(1, 5, max_num_seqs=2, max_num_batched_tokens=2),  # in both
-        made_up_plan(5, 33, max_num_seqs=1, max_num_batched_tokens=2),
-    ]
-    experiment._plans = {tuple(plan.settings.items()): plan for plan in plans} | {(("it", 1),): "it does not fit"}
-    assert list(experiment._worth(best)) == [
-        "scheduler.max_num_seqs, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 3 GPUs, TTFT 20 ms; "
-        "3: only 25% kept, TTFT 10 ms.",
-        "scheduler.max_num_batched_tokens, all else as in the winner: 1: 2 GPUs, TTFT 40 ms (chosen); 2: 5 GPUs, "
-        "TTFT 33 ms.",
-    ]
-
-
-def test_layouts_that_cannot_be_had_are_named(compose_config) -> None:
-    tokens = "engine.scheduler.max_num_batched_tokens"
-    found = plan(compose_config, settings={tokens: [4, 256]})
-    assert found.notes[0].startswith("The fewest: ")
-    (why,) = (note for note in found.notes if note.startswith("Not possible"))
-    assert why.startswith("Not possible: max_num_batched_tokens=4: scheduler.max_num_batched_tokens=4 is less than ")
-    found = plan(compose_config, settings={"prefill_share": [0, 0.5]}, most_replicas=1, slo=(9000, 900))
-    assert "Not possible: prefill_share=0.5: prefill_share=0.5 takes 2 engines: raise most_replicas." in found.notes
-
-
-def test_where_no_layout_fits_the_nearest_that_would_is_named(compose_config) -> None:
-    overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "hardware.memory_gib=6", "workload.count=4"]
-    config = compose_config(*overrides)
-    config.experiment.settings = {"engine.parallel.tensor": [1, 2]}
-    why = r"none of 2 layouts fits\. The engine's own settings: .* no room for KV in 5\.4 GiB\. .*tensor=4 it fits"
-    with pytest.raises(ConfigError, match=why):
-        measured(config, Capacity)
-
-
-def test_bad_plans_are_refused(compose_config) -> None:
-    with pytest.raises(ConfigError, match=r"experiment\.slo has no bound"):
-        plan(compose_config, slo=(None, None))
-    with pytest.raises(ConfigError, match=r"the engine has no setting engine\.scheduler\.wrong"):
-        plan(compose_config, settings={"engine.scheduler.wrong": [1]})
-    with pytest.raises(ConfigError, match=r"settings\[prefill_share\] must be from 0 to less than 1, got \[1\]"):
-        plan(compose_config, settings={"prefill_share": [1]})
-    with pytest.raises(ConfigError, match=r"experiment\.most_replicas must be at least 1, got 0"):
-        plan(compose_config, most_replicas=0)
-    for share in (0, 1.5):
-        with pytest.raises(ConfigError, match=rf"experiment\.share must be .*got {share}"):
-            plan(compose_config, share=share)

@@ -110,7 +110,7 @@ def _rate(count: Callable[[Served], float]) -> Compute:
     def compute(served: Served, context: Context) -> float | Missing:
         if served.is_burst:
             return too_few(f"{BURST}{served.seconds:.3g} s, in which hardly one is answered: no rate could be kept up")
-        return count(served) / served.seconds if served.seconds > 0 else NOTHING
+        return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
 
     return compute
 

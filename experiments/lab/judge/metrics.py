@@ -3,7 +3,8 @@ service level objectives (SLO) that a request must keep to count as good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,13 +51,22 @@ class SLO:
     def bounds(self) -> dict[str, float]:
         return {name: bound for name, bound in vars(self).items() if bound is not None}
 
-    def met_by(self, request: RequestTrace) -> bool:
-        """A request without a complete answer met nothing; one of a single token has no TPOT and no gap to miss."""
+    def taken_by(self, request: RequestTrace) -> dict[str, float]:
+        """Milliseconds of what each bound is of; endless without a complete answer. A single token has no TPOT and no
+        gap to miss."""
         if request.error or request.ttft is None or request.e2e is None:
-            return False
+            return dict.fromkeys(self.bounds, math.inf)
         took = {"ttft_ms": request.ttft, "tpot_ms": request.tpot or 0.0, "e2e_ms": request.e2e}
         took["itl_ms"] = max(request.gaps, default=0.0)
-        return all(1e3 * took[name] <= bound for name, bound in self.bounds.items())
+        return {name: 1e3 * took[name] for name in self.bounds}
+
+    def used_by(self, taken: Mapping[str, float]) -> float:
+        """The largest part of its bound that any of these latencies takes: up to 1 all are kept."""
+        return max((taken[name] / bound for name, bound in self.bounds.items()), default=0.0)
+
+    def met_by(self, request: RequestTrace) -> bool:
+        """A request without a complete answer met nothing."""
+        return bool(request.token_times) and not request.error and self.used_by(self.taken_by(request)) <= 1
 
 
 @dataclass(frozen=True)

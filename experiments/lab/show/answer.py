@@ -34,9 +34,9 @@ def answer(result: Result) -> str:
 
 def sentence(result: Result) -> str:
     """`90 % shared: 7.56x requests/s (10.4 -> 78.8); 0 % shared: no loss above 1.1 % in requests/s.`"""
-    info, of_pairs = result.info, pairs.sentence(result)
-    if of_pairs:
-        return of_pairs
+    info = result.info
+    if told := info.answer or pairs.sentence(result):
+        return told
     if most := at_most(result):
         return f"At most: {', '.join(most)}."
     if told := predictions.sentence(result):

@@ -123,6 +123,7 @@ class RunInfo:
     default_scale: str = OWN  # the one that the experiment takes where none is chosen
     changed: dict[str, str] = field(default_factory=dict)  # key -> value, of what was typed and is not in the above
     processes: tuple[ProcessInfo, ...] = ()  # empty in results older than they are, which were made by one
+    answer: str = ""  # the page's first sentence, where rows alone do not tell it
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property

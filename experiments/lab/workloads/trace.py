@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from experiments.lab.check import Count, FromOne, Natural, Positive
@@ -13,6 +14,10 @@ from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Voc
 from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
 from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile
 from mini_infer.core.errors import ConfigError
+
+# A hole is a pause of so many times the mean of all but the few longest, of enough; real traces have up to 50 times it.
+# The median would not do, where whole batches of requests have one time.
+HOLE, FEW, ENOUGH = 100, 3, 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Trace(Arriving):
     shrink: FromOne = 1.0  # lengths of prompts and outputs are divided by this, and shared prefixes with them
     max_prompt_tokens: Count | None = None  # longer prompts, once shrunk, are cut off at their end; likewise outputs
     max_output_tokens: Count | None = None
+    max_pause_s: Positive | None = None  # recorded, between two requests; longer ones are shortened to it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,14 +61,14 @@ class Trace(Arriving):
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         blocks = HashBlocks(tokens, self.shrink)
         measured = []
-        for record, (prompt_tokens, output_tokens) in zip(records, lengths, strict=True):
+        times = self._times(file, records)
+        for record, time_s, (prompt_tokens, output_tokens) in zip(records, times, lengths, strict=True):
             if record.prefix_ids:
                 prompt, shared = blocks.prompt(record.prefix_ids, prompt_tokens)
                 tokens.claim(prompt)  # for the warm-up to begin differently, whatever is left of a block
             else:
                 prompt, shared = tokens.draw(prompt_tokens), 0
-            arrival = (record.time_s - records[0].time_s) / self.rate_scale
-            due = arrival if self.arrivals is Arrivals.trace else None
+            due = time_s / self.rate_scale if self.arrivals is Arrivals.trace else None
             measured.append(Item(prompt, output_tokens, due, shared_tokens=shared))
         warmup = [lengths[index % self.limit] for index in range(self.num_warmup)]
         return Inputs(
@@ -87,6 +93,24 @@ class Trace(Arriving):
             )
         return records
 
+    def _times(self, file: TraceFile, records: Sequence[Record]) -> Sequence[float]:
+        """Recorded seconds from the first request on. Raises ConfigError where there is a hole: what lies on both sides
+        of it is no load that went on."""
+        pauses = [after.time_s - before.time_s for before, after in pairwise(records)]
+        if self.max_pause_s is not None:
+            return list(accumulate((min(pause, self.max_pause_s) for pause in pauses), initial=0.0))
+        rest = sorted(pauses)[:-FEW]
+        mean = sum(rest) / len(rest) if len(rest) >= ENOUGH else 0.0
+        for index, pause in enumerate(pauses if self.arrivals is Arrivals.trace else (), 1):
+            if pause > HOLE * mean > 0:
+                raise ConfigError(
+                    f"{file.name} has a hole: line {file.lines[self.start + index]} is {pause:,.0f} s later than the "
+                    f"one before it, and requests are {mean:.2g} s apart on average. Take one side of it, "
+                    f"workload.limit={index} or workload.start={self.start + index}; or set workload.max_pause_s: 60, "
+                    f"say, shortens longer pauses to a minute, and {math.ceil(pause)} keeps this one"
+                )
+        return [record.time_s - records[0].time_s for record in records]
+
     def _lengths(self, record: Record) -> tuple[int, int]:
         """Prompt and output tokens, shrunk and cut off."""
         prompt = max(1, shrunk(record.prompt_tokens, self.shrink))
@@ -110,6 +134,7 @@ class Trace(Arriving):
             "outputs_cut_off": sum(got < shrunk(r.output_tokens, self.shrink) for r, (_, got) in cut),
             "recorded_s": records[-1].time_s - records[0].time_s,
             "longest_pause_s": max([b.time_s - a.time_s for a, b in pairwise(records)], default=0.0),
+            **({} if self.max_pause_s is None else {"max_pause_s": self.max_pause_s}),
             "recorded_prompt_tokens": sum(record.prompt_tokens for record in records),
             "recorded_output_tokens": sum(record.output_tokens for record in records),
         }

@@ -58,6 +58,7 @@ class TraceFile:
     format: str  # a key of PARSERS
     sha256: str
     records: tuple[Record, ...]  # in order of time
+    lines: tuple[int, ...]  # of the file, that they stand on, from 1 on
 
 
 def require(path: str) -> Path:
@@ -89,15 +90,16 @@ def read(path: str) -> TraceFile:
         raise ConfigError(f"workload.path={path} is empty. {WHERE}")
     format = _detect(path, lines[0][1])
     try:
-        records = tuple(_checked(PARSERS[format](iter(lines))))
+        numbered = tuple(_checked(PARSERS[format](iter(lines))))
     except BrokenLine as broken:
         line, reason = broken.args
         raise ConfigError(
             f"{path}, line {line}: {reason}. Mend the file; no line is passed over in silence"
         ) from broken
-    if not records:
+    if not numbered:
         raise ConfigError(f"workload.path={path} has a header and no requests. {WHERE}")
-    return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), records)
+    numbers, records = zip(*numbered, strict=True)
+    return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), records, numbers)
 
 
 def _detect(path: str, first: str) -> str:
@@ -111,7 +113,7 @@ def _detect(path: str, first: str) -> str:
     )
 
 
-def _checked(records: Numbered) -> Iterator[Record]:
+def _checked(records: Numbered) -> Numbered:
     before: float | None = None
     for number, record in records:
         for what, tokens in (("prompt", record.prompt_tokens), ("output", record.output_tokens)):
@@ -122,7 +124,7 @@ def _checked(records: Numbered) -> Iterator[Record]:
                 number, f"it is {before - record.time_s:.3f} s earlier than the line before it: sort the file by time"
             )
         before = record.time_s
-        yield record
+        yield number, record
 
 
 def azure(lines: Numbered) -> Numbered:

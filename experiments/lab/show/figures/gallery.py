@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
-from experiments.lab.show.figures import bars, forest, formula, frame, lines, load, matrix, stacks, timeline
+from experiments.lab.show.figures import bars, forest, formula, frame, fronts, lines, load, matrix, stacks, timeline
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
@@ -151,6 +151,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         if groups.alike and not named:
             return groups.alike
         return "" if bars.draw(ax, groups, named) else NO_VALUE
+    if panel.kind is PanelKind.front:
+        return "" if fronts.draw(ax, panel, result) else NO_VALUE
     is_curve = panel.kind is PanelKind.curve
     places = {} if is_curve else lines.draw(ax, panel, result)
     if not places and not (is_curve and lines.curve(ax, panel, result)):

@@ -1,0 +1,205 @@
+"""Layouts of engines on which a planner simulates a workload, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from experiments.lab import points, schema
+from experiments.lab.judge import formulas, stats
+from experiments.lab.judge.metrics import SLO, Context, Missing
+from experiments.lab.measure.simulated import Setup, Simulator, drive
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.points import Point
+from experiments.lab.spec import OF_BOUND, PREFILL_SHARE, SHAPE
+from experiments.lab.workloads import Item, Workload
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+OF_PASS = ("slo_share", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms")
+REPLICAS = "engine.parallel.replicas"
+NO_ENGINE_OF_ITS_OWN = (PREFILL_SHARE, "engine.parallel.routing")  # settings that one engine alone does not read
+TIE = 0.1  # two latencies that differ by less are equal: a simulated one is off by as much
+
+Settings = Mapping[str, Any]
+
+
+class Plan(NamedTuple):
+    """A layout with a number of replicas, and what came of the workload on it.
+
+    `point` is called by what differs from the engine's own settings, and by whether its steps are bounds.
+    """
+
+    point: Point
+    settings: Settings
+    replicas: int
+    gpus: int
+    values: Mapping[str, float]  # of OF_PASS, as far as there are enough requests
+    needs: Mapping[str, float]  # the bounds, in milliseconds, that just so many requests would keep as are to
+    used: float  # of the SLO by these: up to 1 it is kept
+    bound: bool
+    alone: bool = False  # of requests that have an engine for themselves: as if there were any number
+
+    @property
+    def keeps(self) -> bool:
+        return self.used <= 1
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Smaller is better: what keeps the SLO with the fewest GPUs, and room to spare; else what comes nearest."""
+        return (False, self.gpus, self.used) if self.keeps else (True, self.used, self.gpus)
+
+    def beats(self, other: Plan | None) -> bool:
+        """By more than the simulator is off."""
+        if other is None:
+            return True
+        if self.keeps != other.keeps or (self.keeps and self.gpus != other.gpus):
+            return self.order < other.order
+        return self.used < (1 - TIE) * other.used
+
+    @property
+    def words(self) -> str:
+        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return tuple(self.settings.get(key) for key in SHAPE)
+
+
+class Layouts:
+    """A workload, to be simulated on one layout after the other.
+
+    Args:
+        base: the engine's own values of all settings that others are tried of.
+        share: of the requests, which must keep the SLO.
+
+    Attributes:
+        tried: all plans, whatever number of replicas they have.
+        sources: of what steps take.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        simulator: Simulator,
+        base: Settings,
+        items: Sequence[Item],
+        slo: SLO,
+        share: float,
+    ) -> None:
+        self._config, self._simulator, self._base, self._items = config, simulator, base, items
+        self._slo, self._share = slo, share
+        self._workload: Workload = schema.workload(config)
+        self.tried: list[Plan] = []
+        self.sources: dict[str, None] = {}
+        self._alone: dict[tuple[Any, ...], Plan] = {}
+        self._require_enough()
+
+    def engine(self, settings: Settings, replicas: int) -> EngineConfig:
+        return engine_of(self._config, settings, replicas)
+
+    def is_measured(self, settings: Settings) -> bool:
+        """Whether the steps of such engines are, and not a bound; no, where they do not fit."""
+        try:
+            return not _is_bound(self._simulator.setup(self.engine(settings, 2 if settings.get(PREFILL_SHARE) else 1)))
+        except ConfigError:
+            return False
+
+    def simulate(self, settings: Settings, replicas: int, slo: SLO | None = None) -> Plan:
+        """`slo`: another one than was asked for. ConfigError where it does not fit."""
+        setup = self._simulator.setup(self.engine(settings, replicas))
+        served = drive(setup.cluster(), self._items, self._workload.in_flight)
+        plan = self._planned(settings, replicas, served, setup, slo or self._slo)
+        self.tried.append(plan)
+        return plan
+
+    def alone(self, settings: Settings) -> Plan | None:
+        """One request after the other, by an engine that forgets no prefix: nobody is served sooner, however many
+        engines there are. None where drafts depend on chance."""
+        one = {key: value for key, value in settings.items() if key not in NO_ENGINE_OF_ITS_OWN}
+        key = tuple(one.items())
+        if key not in self._alone:
+            engine = self.engine(one, 1)
+            if engine.speculation.most:
+                return None
+            setup = self._simulator.setup(engine)
+            size = engine.cache.block_size
+            blocks = sum(-(-(len(item.prompt) + item.output_tokens) // size) for item in self._items)
+            limits = replace(setup.limits, num_blocks=max(blocks, setup.limits.num_blocks))
+            items = [replace(item, arrival_s=None) for item in self._items]
+            served = drive(replace(setup, limits=limits).cluster(), items, 1)
+            due = [_arrived_at(*one) for one in zip(served.requests, self._items, strict=True)]
+            served = replace(served, requests=tuple(due))
+            self._alone[key] = self._planned(one, 1, served, setup, self._slo, alone=True)
+        return self._alone[key]._replace(settings=settings)
+
+    def _planned(
+        self, settings: Settings, replicas: int, served: Served, setup: Setup, slo: SLO, alone: bool = False
+    ) -> Plan:
+        if not (setup.found.bound and self.sources):  # that of one bound says what is known beside it
+            self.sources[f"What steps take: {setup.found.source}."] = None
+        if self._workload.has_ramps:
+            served = served.without_ramps()
+        gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
+        changed = {key: value for key, value in settings.items() if value != self._base[key]}
+        changed.pop(PREFILL_SHARE, None)
+        bound = _is_bound(setup)
+        name = points.point({**changed, **counted(settings, replicas)}).name
+        point = Point(name + OF_BOUND * bound + " (each request alone)" * alone, {**settings, REPLICAS: replicas})
+        needs = _needs(served.counted, slo, self._share)
+        values = {"gpus": float(gpus), **_values(served, self._slo)}
+        return Plan(point, settings, replicas, gpus, values, needs, slo.used_by(needs), bound, alone)
+
+    def _require_enough(self) -> None:
+        """Counted as a pass would be; before anything is simulated."""
+        due = [RequestTrace(0, 0, item.arrival_s or 0.0, (), ()) for item in self._items]
+        served = Served(tuple(due), 0.0, 0.0)
+        counted = len((served.without_ramps() if self._workload.has_ramps else served).counted)
+        if counted < stats.MEDIAN_SAMPLES:
+            raise ConfigError(
+                f"too few requests to plan with: {counted} of {len(due)} come neither at the beginning nor at the end, "
+                f"and a median takes {stats.MEDIAN_SAMPLES}: raise workload."
+                f"{'limit' if self._workload.kind == 'trace' else 'count'}"
+            )
+
+
+def engine_of(config: DictConfig, settings: Settings, replicas: int) -> EngineConfig:
+    values = {key: value for key, value in settings.items() if key != PREFILL_SHARE}
+    return schema.engine_config(schema.with_values(config, {**values, **counted(settings, replicas)}).engine)
+
+
+def _is_bound(setup: Setup) -> bool:
+    return setup.found.bound or setup.config.parallel.pipeline > 1  # of stages nobody measures a step
+
+
+def counted(settings: Settings, engines: int) -> dict[str, int]:
+    """Keys of so many engines, each with a role where prompts are computed apart."""
+    if not (share := settings.get(PREFILL_SHARE)):
+        return {REPLICAS: engines}
+    prompts = min(max(1, round(share * engines)), engines - 1)
+    return {"engine.parallel.prefill": prompts, "engine.parallel.decode": engines - prompts}
+
+
+def _needs(requests: Sequence[RequestTrace], slo: SLO, share: float) -> dict[str, float]:
+    """The tightest bounds, in milliseconds, that the share of the requests keeps which comes nearest to the SLO."""
+    taken = sorted((slo.taken_by(request) for request in requests), key=slo.used_by)
+    kept = taken[: math.ceil(share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
+    return {name: max(each[name] for each in kept) for name in slo.bounds}
+
+
+def _values(served: Served, slo: SLO) -> dict[str, float]:
+    """What the pass shows; percentiles that take more requests are left out."""
+    found = formulas.measure(served, OF_PASS, Context(slo, None, "nothing is measured"))
+    return {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
+
+
+def _arrived_at(trace: RequestTrace, item: Item) -> RequestTrace:
+    """As if it had come when the item is due."""
+    if item.arrival_s is None:
+        return trace
+    later = item.arrival_s - trace.arrival
+    return replace(trace, arrival=item.arrival_s, token_times=tuple([time + later for time in trace.token_times]))
