@@ -78,7 +78,7 @@ def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: M
             *(f"{key}={_typed(value)}" for key, value in said.items() if key not in known),
             *("~experiment.points", f"+experiment.points={{workload.{axis}: [{getattr(workload, axis)}]}}"),
             *("~experiment.variants", f"+experiment.variants={_typed(variants)}"),
-            *(f"experiment.baseline={next(iter(plans))}", "experiment.claims=[]"),
+            f"experiment.baseline={next(iter(plans))}",
             *( "experiment.keep_engines=false", f"+experiment.slo={_typed(asdict(slo))}"),
             f"experiment.metrics={_typed(METRICS)}",
         ]
