@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -224,12 +224,15 @@ class Capacity(Experiment):
         return [plan for plan in self._plans.values() if isinstance(plan, Plan) and plan.bound <= best.bound]
 
     def _fill_fronts(self, best: Plan, steps: Steps) -> None:
-        """More replicas than the fewest: of the winner, and of the best layout of each other shape."""
-        shapes = {best.shape: best}
-        for plan in sorted(self._candidates(best), key=lambda plan: plan.order):
-            if plan.keeps:
-                shapes.setdefault(plan.shape, plan)
-        for plan in shapes.values():
+        """More replicas than the fewest: of the winner, and of the layouts of each shape that are the best, and the
+        quickest to the first and to the next token."""
+        kept = [plan for plan in self._candidates(best) if plan.keeps]
+        orders: list[Callable[[Plan], tuple[Any, ...]]] = [lambda plan: plan.order, *map(_quickest, LATENCIES)]
+        firsts: dict[tuple[Any, ...], Plan] = {(best.shape, 0): best}
+        for index, order in enumerate(orders):
+            for plan in sorted(kept, key=order):
+                firsts.setdefault((plan.shape, index), plan)
+        for plan in {tuple(plan.settings.items()): plan for plan in firsts.values()}.values():
             steps.note(f"more replicas than {plan.point.name}")
             last = min(REACH * plan.replicas, self.spec.most_replicas)
             step = max(1.0, (last - plan.replicas) / (MOST_COUNTS - 1))
@@ -351,6 +354,11 @@ def _fronts(plans: Sequence[Plan]) -> Iterator[str]:
         if told:
             each = "; ".join(f"{plan.words} {plan.values[metric]:.3g} ms ({plan.point.name})" for plan in told)
             yield f"Cost against {name.upper()} {quantile.upper()}, where nothing is better in both: {each}."
+
+
+def _quickest(name: str) -> Callable[[Plan], tuple[Any, ...]]:
+    keys = [f"{name}_{quantile}_ms" for quantile in ("p90", "p50")]
+    return lambda plan: (plan.gpus, *(plan.values.get(key, math.inf) for key in keys))
 
 
 def _latency(plans: Sequence[Plan], name: str) -> tuple[str, str]:
