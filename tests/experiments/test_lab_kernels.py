@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import importlib
 import itertools
 import math
+import pkgutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import mini_infer.kernels
 from experiments import kernels
 from experiments.kernels import CASES, KernelSweep
 from experiments.lab.execute import execute
@@ -466,6 +469,8 @@ def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch, no_interpret
 
 
 def test_what_needs_a_gpu_says_so_before_it_starts(compose_config, no_interpreter, monkeypatch):
+    for module in pkgutil.walk_packages(mini_infer.kernels.__path__, "mini_infer.kernels."):
+        importlib.import_module(module.name)  # here still interpreted, as tests after this one want them
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     needing = {"flash_decode", "kv_fp8", "mla_decode"}
     assert {name for name, case in CASES.items() if case.needs_gpu} == needing
