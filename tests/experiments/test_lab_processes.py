@@ -1,5 +1,6 @@
 """A result is made of processes: their seeds, what they find together, and what is kept where one fails."""
 
+import gc
 from multiprocessing import Pipe, get_context
 
 import pytest
@@ -95,6 +96,8 @@ def test_a_config_reaches_another_process_whole(config):
 @pytest.mark.slow
 def test_two_processes_measure_and_hand_back_what_they_found(config, monkeypatch):
     """Here they are forked, which have all imported; test_lab_stopped.py has one that is started clean."""
+    gc.collect()
+    gc.freeze()  # a child must not collect what threads of this process have left, which it does not have
     monkeypatch.setattr(processes, "get_context", lambda method: get_context("fork"))
     found = measure(config("measure.processes=2", "measure.aa=always"))
     assert found.status == "complete"
