@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from experiments.lab import axes, points, schema
 from experiments.lab.check import Count, PositiveShare
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import formulas
+from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
 from experiments.lab.measure import plan_commands
 from experiments.lab.measure.plans import OF_PASS, REPLICAS, TIE, Layouts, Plan, engine_of
@@ -336,12 +336,8 @@ class Capacity(Experiment):
 
 def front(plans: Sequence[Plan], metric: str) -> list[Plan]:
     """Those that no other with as few GPUs beats (Pareto), from the fewest on."""
-    found: list[Plan] = []
     known = [plan for plan in plans if metric in plan.values]
-    for plan in sorted(known, key=lambda plan: (plan.gpus, plan.values[metric])):
-        if not found or plan.values[metric] < found[-1].values[metric]:
-            found.append(plan)
-    return found
+    return stats.front(known, lambda plan: (plan.gpus, plan.values[metric]))
 
 
 def _fronts(plans: Sequence[Plan]) -> Iterator[str]:

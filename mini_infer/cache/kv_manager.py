@@ -156,7 +156,7 @@ class KVManager:
             blocks = request.block_table[done:full]
             if (run := self._lone_run(request)) is not None:
                 run.blocks += blocks
-            elif self._has_alike(request) or done:
+            elif self._has_alike(request) or done:  # a lone run begins with a table's first block
                 self._extend_hashes(request, full)
                 hashes = request.block_hashes[done:full]
                 self._pool.register(blocks, hashes, request.block_hashes[0])

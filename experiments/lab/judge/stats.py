@@ -7,7 +7,7 @@ A result is made of processes, and of repeats in each. `absolute`, `factors`, `r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, correlation, linear_regression
 from typing import TypeVar
@@ -261,3 +261,12 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """The slope of least squares, and R2: the share of y's variance that the line explains. Raises ValueError where
     there are fewer than two points, or where all of x, or of y, are equal."""
     return linear_regression(x, y).slope, correlation(x, y) ** 2
+
+
+def front(found: Iterable[T], place: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Those that no other beats in two numbers, of which less is better (Pareto), by the first of them."""
+    kept: list[T] = []
+    for one in sorted(found, key=place):
+        if not kept or place(one)[1] < place(kept[-1])[1]:
+            kept.append(one)
+    return kept

@@ -74,7 +74,9 @@ class Groups:
         return sorted(order[:ROWS])
 
     def only(self, kept: Sequence[int]) -> Groups:
-        pick = lambda given: [given[group] for group in kept]  # noqa: E731
+        def pick(given: Sequence[Any]) -> list[Any]:
+            return [given[group] for group in kept]
+
         series = {label: pick(measured) for label, measured in self.series.items()}
         colours = pick(self.colours) if self.by_point else self.colours
         return replace(self, names=pick(self.names), series=series, tried=[*map(pick, self.tried)], colours=colours,

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from experiments.lab.judge import stats
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import COLOURS, INK, MARKERS
@@ -23,14 +24,13 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     every = {p: [table.values(variant, p, metric) for metric in (panel.x, panel.metric)] for p in result.info.points}
     found = {p: (next(iter(x.values())), next(iter(y.values()))) for p, (x, y) in every.items() if x and y}
     measured = [at for point, at in found.items() if OF_BOUND not in point]
-    front = [(x, y) for x, y in sorted(measured) if y <= min(b for a, b in measured if a <= x)]
+    front = stats.front(measured, lambda at: at)
     if front:
         places = [*(a for a, _ in front), max(a for a, _ in found.values())]
         ax.step(places, [*(b for _, b in front), front[-1][1]], where="post", color=INK, linewidth=1,
                 label="nothing is better in both")  # fmt: skip
-    shapes = list(
-        dict.fromkeys(_shape(result.info.points[point]) for point in reversed(found))
-    )  # the winner is the last
+    # The winner is the last, and has the first colour.
+    shapes = list(dict.fromkeys(_shape(result.info.points[point]) for point in reversed(found)))
     for point, (x, y) in reversed(found.items()):
         index, bound = shapes.index(_shape(result.info.points[point])), OF_BOUND in point
         colour = COLOURS[index % len(COLOURS)]
