@@ -53,7 +53,11 @@ def test_equals_the_definition(pair, rows, out_size, in_size, bias, device):
     out = torch.full_like(expected, math.nan)
     assert quantized_linear(x, weight, b, activations, out) is out
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * math.sqrt(in_size))
+    atol = tolerance * math.sqrt(in_size)
+    if activations is not None and activations.number is Number.fp8 and device.type == "cuda":
+        products = x.double().abs() @ weight.dequantized(in_size).double().abs().T
+        atol = max(atol, 2**-13 * float(products.max()))  # Hopper's tensor core keeps some 14 bits of a sum
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=atol)
     assert quantized_linear(x[:0], weight, b, activations).shape == (0, out_size)
 
 

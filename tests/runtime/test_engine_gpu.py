@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -258,6 +259,11 @@ print("taken", flush=True)
 input()
 """
 
+UNKNOWN = (
+    r"what the driver took for \d+ of (6|32) sizes is not known: "
+    "other processes took or gave back GPU memory meanwhile"
+)
+
 
 def test_graphs_take_the_memory_of_the_largest_and_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with prompts of 32 sizes: of memory of its own each would make some 20 MiB at most, all of them 330."""
@@ -286,7 +292,6 @@ def test_graphs_take_the_memory_of_the_largest_and_not_that_of_others(monkeypatc
     assert len(grown) == 6 + 32, "rows up to 24, tokens up to 2048"
     assert sum(grown[1:6] + grown[7:]) <= 2 * 20 * 2**20, "beside the largest, two segments of torch's"
     assert started.graphs.memory_bytes < 2**28
-    assert started.graphs.limits == (
-        "what the driver took for 1 of 6 sizes is not known: other processes took or gave back GPU memory meanwhile",
-    )
-    assert started.prefill_graphs.limits == ()
+    limits = (*started.graphs.limits, *started.prefill_graphs.limits)
+    assert 1 <= len(limits) <= 2, "of decode steps, and where other tests share the GPU also of prompts"
+    assert all(re.fullmatch(UNKNOWN, limit) for limit in limits)

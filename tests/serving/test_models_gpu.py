@@ -41,7 +41,8 @@ def test_each_model_has_its_share_of_a_gpu(tmp_path: Path) -> None:
     with running("--dry-run", "false", "--config", str(path)) as server:
         before = kv_bytes(server)
         assert all(SHARE * total - OVERHEAD < each < SHARE * total for each in before)
-        assert total - torch.cuda.mem_get_info()[0] < 2 * SHARE * total + OVERHEAD
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # else other tests have a part of the GPU, too
+            assert total - torch.cuda.mem_get_info()[0] < 2 * SHARE * total + OVERHEAD
         killed = server.http.get("/healthz").json()["models"][0]["engine_pid"]
         os.kill(killed, signal.SIGKILL)
         wait_for(lambda: server.http.get("/healthz").json()["status"] == "degraded")
