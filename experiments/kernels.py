@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.kernels.apart import Apart, ApartTimer
+from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare, require_triton
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
@@ -133,9 +135,8 @@ class KernelSweep(Experiment):
                 raise ConfigError(
                     f"nothing of {spec.title!r} runs on a CPU ({why}): leave out hardware=cpu, and start it on a GPU"
                 ) from why
-        self.variants = self.with_baseline_again(
-            {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
-        )
+        labels = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
+        self.variants = self.with_baseline_again(labels)
         self.metrics = {name: METRICS[name] for name in spec.metrics}
         pairs = _points(spec.sweeps)
         self.points = [point for point, _ in pairs]
@@ -151,24 +152,25 @@ class KernelSweep(Experiment):
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
-        absent: dict[tuple[str, str], list[str]] = {}
+        absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):
-                absent.setdefault(missing, []).append(at.point.name)
+                absent[missing].append(at.point.name)
         notes = [self._absence(*missing, where) for missing, where in absent.items()]
-        if error is None and not any(row.valid for at in found for row in at.rows):
+        rows = [row for at in found for of_variant in at.rows.values() for row in of_variant]
+        if error is None and not any(row.valid for row in rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
         if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {known.problem}.")
         return Findings(
-            [row for at in found for row in at.rows],
+            rows,
             status=status,
             error=error,
             ceilings=known.ceilings,
             notes=notes,
-            error_gates=[gate for at in found for gate in at.gates],
+            error_gates=[gate for at in found for gate in at.gates.values()],
             procedure=PROCEDURE,
         )
 
@@ -179,53 +181,47 @@ class KernelSweep(Experiment):
         steps.next(point.name)
         gc.collect()  # of the point before
         torch.manual_seed(self.settings.seed)
-        case, at = self._case(point, device), _At(point, device)
+        case, at, base = self._case(point, device), _At(point, device), self.spec.baseline
         variants = [variant for variant in self.spec.variants if variant in case.variants]
-        fewest = min((case.work_of(variant).bytes for variant in variants), default=case.work.bytes)
-        copies = copies_needed(fewest, device)
-        timers: dict[str, Timer | ApartTimer] = {}
+        copies = copies_needed(min(case.work(variant).bytes for variant in ("", *variants)), device)
         with at.costing_only(*variants):
             case.allocate(copies)
         for variant in [variant for variant in variants if variant not in at.failed]:
             with at.costing_only(variant):
                 if variant in case.apart:
-                    timers[variant], error = apart.prepare(case, variant, self.settings.seed)
+                    at.timers[variant], error = apart.prepare(case, variant, self.settings.seed)
                 else:
                     implementation = case.implementation(variant)
                     error = case.error(implementation.run(0))
-                    timers[variant] = prepare(implementation, copies, device)
-                at.gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
+                    at.timers[variant] = prepare(implementation, copies, device)
+                at.gates[variant] = ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE)
         # The second arm is captured anew, as each variant is, and is there at every point: in the sweeps as they stand
         # the baseline's bursts are 1 to 18 % of a run, whose time goes into inputs, compiling and the checks of errors.
-        if self.aa is not None and self.spec.baseline in timers:
+        if self.aa is not None and base in at.timers:
             with at.costing_only(self.aa):
-                timers[self.aa] = (
-                    timers[self.spec.baseline]  # whose process has one timer
-                    if self.spec.baseline in case.apart
-                    else prepare(case.implementation(self.spec.baseline), copies, device)
-                )
-        if not timers and not at.failed:
+                again = None if base in case.apart else prepare(case.implementation(base), copies, device)
+                at.timers[self.aa] = again or at.timers[base]  # of another process, which has one timer
+        if not at.timers and not at.failed:
             reasons = "; ".join(f"{variant}: {why}" for variant, why in at.absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
         for repeat in range(self.settings.repeats):
-            for variant in (v for v in stats.abba(list(timers), repeat) if v not in at.failed):
+            for variant in stats.abba(list(at.timers), repeat):
                 with at.costing_only(variant):
-                    values = _values(
-                        timers[variant].sample_us(), case.work_of(self.of_arm(variant)), self.spec.dtype, limits
-                    )
-                    at.rows += [
+                    work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
+                    values = _values(time_us, work, self.spec.dtype, limits)
+                    at.rows[variant] += [
                         Row(variant, point.name, repeat, name, values[name], metric.unit)
                         for name, metric in self.metrics.items()
                         if name in values
                     ]
-        at.rows = [row for row in at.rows if row.variant not in at.failed] + [
-            Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
-            for variant, why in at.failed.items()
-            for name, metric in self.metrics.items()
-        ]
-        at.gates = [gate for gate in at.gates if gate.variant not in at.failed]
-        called = [v for v, timer in timers.items() if device.type == "cuda" and not timer.captured]
-        at.called = [v for v in called if v not in (self.aa, *at.failed)]
+        for variant, why in at.failed.items():
+            at.rows[variant] = [
+                Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
+                for name, metric in self.metrics.items()
+            ]
+        on_gpu = device.type == "cuda"
+        at.called = [v for v, timer in at.timers.items() if on_gpu and not timer.captured and v != self.aa]
+        at.timers.clear()  # which hold inputs
         found.append(at)
 
     def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
@@ -249,17 +245,18 @@ class _At:
 
     Attributes:
         absent: implementation -> why it cannot run here.
-        failed: implementation -> the error that it raised.
+        failed: implementation -> the error that it raised. Nothing else is kept of it.
         called: those that could not be captured.
     """
 
     point: Point
     device: torch.device
-    rows: list[Row] = field(default_factory=list)
-    gates: list[ErrorGate] = field(default_factory=list)
+    timers: dict[str, Timer] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=partial(defaultdict, list))
+    gates: dict[str, ErrorGate] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    called: list[str] = field(default_factory=list)
+    called: Sequence[str] = ()
 
     @contextmanager
     def costing_only(self, *variants: str) -> Iterator[None]:
@@ -269,13 +266,15 @@ class _At:
         except VariantAbsent as why:
             self.absent |= dict.fromkeys(variants, str(why))
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            reason = f"failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             if _is_lost(self.device):
                 raise CudaLost(
-                    f"{', '.join(variants)} at {self.point.name} failed with {reason}. After that the GPU takes no "
-                    "more work from this process, so the rest is not measured"
+                    f"{', '.join(variants)} at {self.point.name} {reason}. After that the GPU takes no more work from "
+                    "this process, so the rest is not measured"
                 ) from error
-            self.failed |= dict.fromkeys(variants, f"it failed with {reason}")
+            self.failed |= dict.fromkeys(variants, f"it {reason}")
+            for variant, kept in itertools.product(variants, (self.timers, self.rows, self.gates)):
+                kept.pop(variant, None)
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -293,9 +292,9 @@ def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:
     several = len({sweep.case for sweep in sweeps}) > 1
     found: dict[str, tuple[Point, Sweep]] = {}
     for sweep in sweeps:
+        own = {"case": sweep.case} if several else {}
         for shape in points.grid(sweep.shapes):
-            values = {**({"case": sweep.case} if several else {}), **shape.values}
-            name = f"{sweep.case if several else ''} {shape.name}".strip()
+            values, name = {**own, **shape.values}, " ".join([*own.values(), *filter(None, [shape.name])])
             if name in found:
                 raise ConfigError(f"experiment.sweeps has the point {name!r} twice")
             found[name] = (Point(name, values, shape.labels), sweep)

@@ -63,13 +63,9 @@ class Case(ABC):
         self.dtype = dtype
         self.device = device
 
-    @property
     @abstractmethod
-    def work(self) -> Work: ...
-
-    def work_of(self, variant: str) -> Work:
-        """Of an implementation that reads its inputs in another format."""
-        return self.work
+    def work(self, variant: str = "") -> Work:
+        """Of an implementation, where one reads its inputs in another format."""
 
     @abstractmethod
     def allocate(self, copies: int) -> None:
@@ -127,15 +123,9 @@ MAX_CALLS = 2048  # of one graph
 
 @dataclass(frozen=True)
 class Timer:
-    burst: Callable[[], None]  # makes `calls` calls
-    calls: int
-    captured: bool  # they are a CUDA graph
-    on_gpu: bool
-    implementation: Implementation  # a graph reads memory that it owns
-
-    def sample_us(self) -> float:
-        """The median time of a call."""
-        return 1e6 * stats.median([seconds_of(self.burst, 1, self.on_gpu) for _ in range(SAMPLES)]) / self.calls
+    sample_us: Callable[[], float]  # the median time of a call
+    captured: bool  # the calls are a CUDA graph
+    implementation: Implementation | None = None  # a graph reads memory that it owns
 
 
 def copies_needed(num_bytes: int, device: torch.device) -> int:
@@ -149,23 +139,29 @@ def copies_needed(num_bytes: int, device: torch.device) -> int:
 def prepare(implementation: Implementation, copies: int, device: torch.device) -> Timer:
     """Compiles, warms up and captures: nothing of it is left for the timed part."""
     run, on_gpu = implementation.run, device.type == "cuda"
+    captured = on_gpu and implementation.graph_safe
     for copy in (0, copies - 1, 0):
         run(copy)
     once_us = 1e6 * seconds_of(lambda: run(0), 1, on_gpu)
     calls = min(MAX_CALLS, max(copies, round(PASS_US / max(once_us, 0.1))))
     calls = max(1, calls // copies) * copies  # each set as often as every other
-    if not on_gpu or not implementation.graph_safe:
-        return Timer(lambda: _calls(run, calls, copies), calls, False, on_gpu, implementation)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _calls(run, calls, copies)
-    graph.replay()
-    return Timer(graph.replay, calls, True, on_gpu, implementation)
 
+    def burst() -> None:
+        for index in range(calls):
+            run(index % copies)
 
-def _calls(run: Callable[[int], object], count: int, copies: int) -> None:
-    for index in range(count):
-        run(index % copies)
+    again: Callable[[], None] = burst
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            burst()
+        graph.replay()
+        again = graph.replay
+
+    def sample_us() -> float:
+        return 1e6 * stats.median([seconds_of(again, 1, on_gpu) for _ in range(SAMPLES)]) / calls
+
+    return Timer(sample_us, captured, implementation)
 
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:

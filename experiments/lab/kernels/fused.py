@@ -97,8 +97,7 @@ class AddRmsNorm(_Fused):
     name = "add_rms_norm"
     settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "hidden": 4096}
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(4 * self.shape["tokens"] * self.shape["hidden"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
@@ -122,8 +121,7 @@ class SiluMul(_Fused):
     name = "silu_mul"
     settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "inner": 4096}
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
@@ -147,8 +145,7 @@ class RopeAndStore(_Fused):
         super().__init__(*arguments)
         self._q_heads, self._kv_heads = heads(self.shape["heads"], self.name)
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         """q, k and v come and go; the slot comes, and one half each of cos and sin, whose other half says the same."""
         tokens, head_dim = self.shape["tokens"], self.shape["head_dim"]
         a_token = 2 * (self._q_heads + 2 * self._kv_heads) * head_dim + 2 * (head_dim // 2)
@@ -203,8 +200,7 @@ class Gemv(Case):
     settings: ClassVar[Mapping[str, Any]] = {"rows": None, "out": None, "in": None}
     variants = (EAGER, TRITON)
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         rows, out, into = (self.shape[key] for key in ("rows", "out", "in"))
         moved = (out * into + rows * (out + into)) * self.dtype.itemsize
         return Work(moved, 2.0 * rows * out * into, "read_gb_s")

@@ -40,8 +40,7 @@ class MLADecode(Case):
         self._rank, self._size = self.shape["rank"], self.shape["rank"] + self.shape["rope_dim"]
         self._scale = 192**-0.5  # of the keys that latents stand for
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         heads, batch, length = (self.shape[key] for key in ("heads", "batch", "length"))
         both = self._size + self._rank
         return Work(

@@ -42,8 +42,7 @@ class KVPush(Case):
         self._block_bytes = size * self.shape["kv_heads"] * self.shape["head_size"] * self.dtype.itemsize
         self._planes = 2 * self.shape["layers"]  # keys, and values
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(self._planes * self._blocks * self._block_bytes)
 
     def allocate(self, copies: int) -> None:
