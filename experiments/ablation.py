@@ -246,19 +246,16 @@ class Ablation(Experiment):
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
-        exact, found = ExactGate(device), []
-        known: list[tuple[list[EngineConfig], list[Gate]]] = []
+        exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
         for variant, engine in self._gated.items():
             engines = [_one_engine(self._cell(variant, point).engine) for point in self._gate_at]
-            gates = next((gates for others, gates in known if others == engines), None)
-            if gates is None:
+            if repr(engines) not in known:
                 steps.note(f"gates: tokens of {self.variants[variant]}, beside each request's alone")
-                gates = [exact.of_probes(variant, engine)]
+                known[repr(engines)] = gates = [exact.of_probes(variant, engine)]
                 for point, config in zip(self._gate_at, engines, strict=True) if device == "cuda" else ():
                     asked = inputs[point.name]
                     gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
-                known.append((engines, gates))
-            found += [replace(gate, variant=variant) for gate in gates]
+            found += [replace(gate, variant=variant) for gate in known[repr(engines)]]
         return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:

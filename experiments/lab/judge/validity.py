@@ -1,15 +1,5 @@
-"""Rules by which a pass counts or not. Each looks at one thing that may have gone wrong and answers with the reason, or
-with nothing. A row that a rule speaks against is kept and marked, and counts in no figure.
-
-Each rule about time holds the times of a pass against a second witness that knows nothing of how they were made:
-
-the whole call of `serve`, timed from outside       must last as long as the pass says it did
-the first arrival and the last token                must be its start and its end
-ends of steps (StepRecords)                         must be when tokens appeared
-requests in flight, integrated by the client        must be the sum of latencies (Little 1961)
-what the hardware can do at most (the roofline)     must not be beaten by a step
-what was served before the clock started            must be a warm-up, and on other prompts
-"""
+"""Rules by which a pass counts or not: docs/metrics.md says what each of them finds. Each answers with the reason, or
+with nothing. Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
 
 from __future__ import annotations
 
