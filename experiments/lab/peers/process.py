@@ -58,13 +58,8 @@ class PeerProcess:
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
         self._pipe, theirs = Pipe()
-        command = [
-            settings.python or sys.executable,
-            "-m",
-            "experiments.lab.peers.worker",
-            module,
-            f"{theirs.fileno()}",
-        ]
+        python = settings.python or sys.executable
+        command = [python, "-m", "experiments.lab.peers.worker", module, f"{theirs.fileno()}"]
         with self._log.open("wb") as log, theirs:
             try:
                 self._process = subprocess.Popen(
