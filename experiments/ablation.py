@@ -94,7 +94,6 @@ class Ablation(Experiment):
         self.generates = bool(self._gated)
 
     def _named(self, name: str) -> list[Point]:
-        """The points that a list of the spec names."""
         return [
             points.find_point(self._grid, at, f"experiment.{name}[{index}]")
             for index, at in enumerate(getattr(self.spec, name))

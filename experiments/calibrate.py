@@ -159,7 +159,6 @@ class Calibrate(Experiment):
         print(f"costs    {path}", file=sys.stderr)
 
     def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
-        """Of those that the experiment names, the ones that fit."""
         spec, limits = self.spec, engine.executor.limits
         capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
         most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
@@ -204,7 +203,6 @@ class Calibrate(Experiment):
         return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
 
     def _block_s(self) -> float:
-        """As far as the ceilings of this machine know."""
         target = Simulator(self.chosen, self.threads).target(self.engine)
         return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 

@@ -201,7 +201,6 @@ class Quantization(Probe):
 
 
 def _loaded_bytes(config: ModelConfig) -> int:
-    """The memory that the weights lie in, once they are loaded."""
     model = load_model(config, load_spec(config), torch.bfloat16, CPU)
     stores = [weight.untyped_storage() for weight in model.parameters()]
     return sum({store.data_ptr(): store.nbytes() for store in stores}.values())

@@ -152,5 +152,4 @@ def _load(
 
 
 def _peak_mib() -> float:
-    """Of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -180,7 +180,6 @@ def _stressed(config: EngineConfig) -> EngineConfig:
 
 
 def _is_mixture(model: ModelConfig) -> bool:
-    """Whether it has experts, or latents."""
     spec = load_spec(replace(model, load_format=LoadFormat.dummy))  # which asks for no weights
     return isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
 

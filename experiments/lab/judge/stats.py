@@ -115,9 +115,9 @@ def t_quantile(freedom: int) -> float:
 
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
-    """The median of the processes' medians, with the interval of what varies between processes. Where there is one
-    process, of what varies between its repeats. The interval of a share stays between 0 and 1; that of knees
-    reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of the range."""
+    """The median of the processes' medians, with the interval of what varies between them, or between the repeats of
+    one. That of a share stays between 0 and 1; that of knees reaches from rates that were kept to rates that were
+    missed, and is open where a knee lies outside of the range."""
     found = estimate(independent(values))
     if _knees(values):
         found = _enclosing(found, independent(values), independent(_missed(values)))

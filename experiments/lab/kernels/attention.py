@@ -1,7 +1,6 @@
 """Attention over the paged cache: decode rows by batch and length, prompts, chunks of prompts.
 
-Every sequence's blocks lie scattered over the cache. Bytes of a decode step are the K and V that it reads; operations
-are 4 * head_dim for each head and (query, key) pair, as in roofline.py.
+Blocks lie scattered over the cache. Bytes are the K and V that a step reads; operations are counted as in roofline.py.
 """
 
 from __future__ import annotations

@@ -95,13 +95,9 @@ def set_threads(config: EngineConfig, settings: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
-    """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation.
-
-    With load_format=dummy it has the random weights that the engine makes there from the same seed, so that even then
-    their tokens can be compared.
-
-    Raises ConfigError, in the name of the variant kind `kind`, where the model has no weights.
-    """
+    """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation; with
+    load_format=dummy of the engine's random weights, so that even then their tokens can be compared. Raises
+    ConfigError, in the name of the variant kind `kind`, where the model has no weights."""
     if config.load_format is LoadFormat.dry:
         raise ConfigError(
             f"the variant kind `{kind}` needs weights: model.load_format=dummy or model.load_format=auto; got dry. "

@@ -2,10 +2,9 @@
 
 A process is started when its peer's first turn comes, and stays for all its passes with the same settings: starting
 vLLM takes most of a minute, and a pass a few seconds. It forgets its prefix cache before each. While others are
-measured it is idle, but holds its memory: with a fitting `cache.gpu_memory_utilization` (or `cache.memory_gib`) of
-every variant, the engine and its peers lie side by side on one GPU and take turns. Where they do not fit, the peer that
-was started first is stopped, and started again when its turn comes. Where it is known that they do, all peers are begun
-together before anything is timed, and load while the gates are asked.
+measured it is idle, but holds its memory. Where not all fit on the GPU, the peer that was started first is stopped, and
+started again when its turn comes; where it is known that they do, all are begun together, and load while the gates are
+asked.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class Peers:
             )
 
     def _stop(self, key: str) -> str:
-        """Returns the peer's name, once the driver has taken its memory back, which is after the process's end."""
+        """Returns the peer's name, once the driver has taken its memory back: after the process's end."""
         process, held = self._processes.pop(key), self._held.pop(key, 0)
         if held <= 0:
             process.close()

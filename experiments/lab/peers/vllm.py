@@ -278,8 +278,8 @@ def model_folder(path: str, hf_config: Mapping[str, Any] | None, folder: Path) -
 
 
 def _speculative_config(speculation: SpeculationConfig, target: str, folder: Path) -> dict[str, Any]:
-    """vLLM's synthetic acceptance takes the rate at which all drafts up to a place are accepted, ours that of a draft
-    behind accepted ones. It wants equal vocabularies: a draft of random weights gets the target's."""
+    """vLLM's synthetic rates are those of all drafts up to a place, ours is that of a draft behind accepted ones. It
+    wants equal vocabularies: a draft of random weights gets the target's."""
     found: dict[str, Any] = {"num_speculative_tokens": speculation.num_tokens}
     if speculation.method is SpeculationMethod.ngram:
         lookup = {"prompt_lookup_min": speculation.ngram_min, "prompt_lookup_max": speculation.ngram_max}
