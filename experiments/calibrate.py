@@ -57,29 +57,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class CalibrateSpec(ExperimentSpec):
-    """
-    Attributes:
-        rows: numbers of requests that decode together.
-        contexts: their prompts' tokens; those with which they do not fit into KV memory are left out.
-        prompts: tokens of prompts that come alone.
-        decodes: rows that prompts come beside.
-        beside_prompts: tokens of these prompts.
-        output_tokens: of a request that decodes.
-    """
-
-    rows: tuple[Count, ...] = (1, 2, 4, 8)
-    contexts: tuple[Count, ...] = (16, 128)
-    prompts: tuple[Count, ...] = (8, 32, 128)
-    decodes: tuple[Count, ...] = (2, 6)
-    beside_prompts: tuple[Count, ...] = (16, 64)
-    output_tokens: Several = 24
+    rows: tuple[Count, ...] = (1, 2, 4, 8)  # numbers of requests that decode together
+    contexts: tuple[Count, ...] = (16, 128)  # their prompts' tokens; what does not fit into KV memory is left out
+    prompts: tuple[Count, ...] = (8, 32, 128)  # tokens of prompts that come alone
+    decodes: tuple[Count, ...] = (2, 6)  # rows that prompts come beside
+    beside_prompts: tuple[Count, ...] = (16, 64)  # tokens of these prompts
+    output_tokens: Several = 24  # of a request that decodes
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """`step`: it comes when so many steps of its load have been done; sooner, where nobody else is there."""
-
-    step: int
+    step: int  # it comes when so many steps of its load have been done; sooner, where nobody else is there
     prompt_tokens: int
     output_tokens: int
 
@@ -264,8 +252,8 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
 
 
 def _rows(point: Point, found: Residuals) -> list[Row]:
-    values = {"steps": found.steps, "median_error": found.median, "p90_error": found.p90, "bias": found.bias}
-    return [Row(VARIANT, point.name, 0, name, float(value), METRICS[name].unit) for name, value in values.items()]
+    values = zip(METRICS.items(), (found.steps, found.median, found.p90, found.bias), strict=True)
+    return [Row(VARIANT, point.name, 0, name, float(value), metric.unit) for (name, metric), value in values]
 
 
 def _slug(name: str) -> str:

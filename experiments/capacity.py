@@ -46,18 +46,11 @@ REACH, MOST_COUNTS = 4, 13  # a front goes on to so many times the fewest replic
 
 @dataclass(frozen=True)
 class CapacitySpec(ExperimentSpec):
-    """
-    Attributes:
-        slo: bounds that a request must keep.
-        share: of the requests, which must.
-        settings: dotted keys of the engine, or PREFILL_SHARE -> values to try beside its own.
-        most_replicas: that are tried; engines of both roles where prompts are computed apart.
-    """
-
-    slo: SLO = field(default_factory=SLO)
-    share: PositiveShare = 0.9
+    slo: SLO = field(default_factory=SLO)  # bounds that a request must keep
+    share: PositiveShare = 0.9  # of the requests, which must
+    # Dotted keys of the engine, or PREFILL_SHARE -> values to try beside its own.
     settings: dict[str, Any] = field(default_factory=dict)
-    most_replicas: Count = 64
+    most_replicas: Count = 64  # that are tried; engines of both roles where prompts are computed apart
 
     def __post_init__(self) -> None:
         if not self.slo.bounds:

@@ -76,43 +76,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests of an open loop, and streams that run beside them all the time.
-
-    Attributes:
-        prompt_tokens, output_tokens: of each request.
-        rates_per_s: at which they arrive.
-        streams: endless answers to short prompts.
-        even: whether they come at even intervals; else as a Poisson process.
-    """
+    """Requests of an open loop, and streams that run beside them all the time."""
 
     name: str
-    prompt_tokens: int
+    prompt_tokens: int  # of each request
     output_tokens: int
-    rates_per_s: tuple[float, ...]
-    streams: int = 0
-    even: bool = False
+    rates_per_s: tuple[float, ...]  # at which they arrive
+    streams: int = 0  # endless answers to short prompts
+    even: bool = False  # whether they come at even intervals; else as a Poisson process
 
 
 @dataclass(frozen=True)
 class DisaggregationSpec(ExperimentSpec):
-    """
-    Attributes:
-        prompt_tokens: lengths of prompts that come alone, whose time to the first token is split.
-        prompts: of each length.
-        mixes: loads.
-        count: requests of a load at each rate.
-        slo: what a request keeps that counts as goodput.
-        stream_tokens: of a stream's answer.
-        keep_engines: those of all variants stay side by side; else the ones of a variant end before another's start.
-    """
-
-    prompt_tokens: tuple[Several, ...] = ()
-    prompts: Count = 10
-    mixes: tuple[Mix, ...] = ()
-    count: Count = 100
-    slo: SLO = field(default_factory=SLO)
-    stream_tokens: int = 256
-    keep_engines: bool = False
+    prompt_tokens: tuple[Several, ...] = ()  # of prompts that come alone, whose time to the first token is split
+    prompts: Count = 10  # of each length
+    mixes: tuple[Mix, ...] = ()  # loads
+    count: Count = 100  # requests of a load at each rate
+    slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
+    stream_tokens: int = 256  # of a stream's answer
+    keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
 
 
 class Disaggregation(Probe):

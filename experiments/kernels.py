@@ -80,21 +80,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class KernelSpec(ExperimentSpec):
-    """
-    Attributes:
-        variants: implementation -> its label. A case is measured with those that it has.
-        baseline: the one that ratios refer to.
-        metrics: bytes and operations are the least that the operation needs (`Work` of its case).
-        dtype: of inputs and outputs.
-        allowed_error: the most that a row may be off by, relative to its norm, for the implementation's speed to count.
-    """
-
-    variants: dict[str, str] = field(default_factory=dict)
-    baseline: str = ""
+    variants: dict[str, str] = field(default_factory=dict)  # implementation -> label; a case has those that it can
+    baseline: str = ""  # the one that ratios refer to
     sweeps: tuple[Sweep, ...] = ()
-    metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")
-    dtype: DType = DType.bfloat16
-    allowed_error: Positive = 0.02
+    metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")  # of the least that the operation needs (`Work`)
+    dtype: DType = DType.bfloat16  # of inputs and outputs
+    allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm, for speed to count
 
     def __post_init__(self) -> None:
         if self.baseline not in self.variants:
@@ -241,22 +232,16 @@ class CudaLost(MiniInferError):
 
 @dataclass
 class _At:
-    """What is found at one point.
-
-    Attributes:
-        absent: implementation -> why it cannot run here.
-        failed: implementation -> the error that it raised. Nothing else is kept of it.
-        called: those that could not be captured.
-    """
+    """What is found at one point, by implementation."""
 
     point: Point
     device: torch.device
     timers: dict[str, Timer] = field(default_factory=dict)
     rows: dict[str, list[Row]] = field(default_factory=partial(defaultdict, list))
     gates: dict[str, ErrorGate] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    called: Sequence[str] = ()
+    absent: dict[str, str] = field(default_factory=dict)  # why it cannot run here
+    failed: dict[str, str] = field(default_factory=dict)  # the error that it raised; nothing else is kept of it
+    called: Sequence[str] = ()  # those that could not be captured
 
     @contextmanager
     def costing_only(self, *variants: str) -> Iterator[None]:

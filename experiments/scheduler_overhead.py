@@ -49,23 +49,13 @@ METRICS = {
 
 @dataclass(frozen=True)
 class OverheadSpec(ExperimentSpec):
-    """
-    Attributes:
-        running: numbers of running requests.
-        steps: timed steps at each of them; a P99 takes 1,000.
-        prompt_tokens: lengths of prompts that the prefix cache knows.
-        matches: timed prompts of each length.
-        waiting: numbers of requests that queue behind `waiting_running` running ones.
-        rows: of plans that another rank's process is told.
-    """
-
-    running: tuple[Count, ...] = (16, 64, 128, 256, 512)
-    steps: Count = 1000
-    prompt_tokens: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)
-    matches: Count = 50
-    waiting: tuple[Count, ...] = (10, 1_000, 100_000)
-    waiting_running: Count = 256
-    rows: tuple[Count, ...] = (1, 64, 256)
+    running: tuple[Count, ...] = (16, 64, 128, 256, 512)  # numbers of running requests
+    steps: Count = 1000  # timed at each of them; a P99 takes 1,000
+    prompt_tokens: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)  # of prompts that the prefix cache knows
+    matches: Count = 50  # timed prompts of each length
+    waiting: tuple[Count, ...] = (10, 1_000, 100_000)  # numbers of requests that queue behind running ones
+    waiting_running: Count = 256  # which are so many
+    rows: tuple[Count, ...] = (1, 64, 256)  # of plans that another rank's process is told
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,9 @@
 """Metrics of speculation: what becomes of drafts, and what Leviathan's formula says of a pass beforehand.
 
 The prediction takes the pass's own rate of acceptance, a, and costs that were measured when the engine started
-(`Served.step_costs`). Over steps without prompts, expected tokens (of a row with k drafts 1 + a + ... + a^k) are divided
-by the seconds that steps with so many rows and drafts take. With overlap some rows are of requests that have ended by
-then: they take their time, and their tokens, which nobody gets, do not count.
+(`Served.step_costs`). Over steps without prompts, expected tokens (of a row with k drafts 1 + a + ... + a^k) are
+divided by the seconds that steps with so many rows and drafts take. With overlap some rows are of requests that have
+ended by then: they take their time, and their tokens, which nobody gets, do not count.
 """
 
 from __future__ import annotations

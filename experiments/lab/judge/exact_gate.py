@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, zip_longest
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,9 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 
 def _stressed(config: EngineConfig) -> EngineConfig:
     """The variant's mechanisms around a shipped model, in small chunks; memory for two or three of the longest."""
-    shipped = MIXTURE if _is_mixture(config.model) else MODEL
+    spec = load_spec(replace(config.model, load_format=LoadFormat.dummy))  # which asks for no weights
+    mixture = isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
+    shipped = MIXTURE if mixture else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)
     if speculation.has_draft_model:
@@ -179,11 +181,6 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _is_mixture(model: ModelConfig) -> bool:
-    spec = load_spec(replace(model, load_format=LoadFormat.dummy))  # which asks for no weights
-    return isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
-
-
 def _random(lora: LoraConfig) -> LoraConfig:
     """Adapters in folders are of the true model: as many random ones stand for them."""
     return replace(lora, adapters={}, dummy=lora.dummy + len(lora.adapters))
@@ -201,10 +198,8 @@ def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
     names = list(engine.adapters)  # whoever asks has the same one alone and in company
     adapters = [names[(params.seed or 0) % len(names)] for _, params in questions] if names else None
     prompts, params = [prompt for prompt, _ in questions], [params for _, params in questions]
-    outputs = engine.generate(prompts, params, adapters=adapters)
-    done = [output.outputs[0] for output in outputs]
-    nothing: Sequence[None] = [None] * MOST_TOKENS
-    return [list(zip(each.token_ids, each.logprobs or nothing[: len(each.token_ids)], strict=True)) for each in done]
+    done = [output.outputs[0] for output in engine.generate(prompts, params, adapters=adapters)]
+    return [list(zip_longest(each.token_ids, each.logprobs or ())) for each in done]
 
 
 def _excluded(params: SamplingParams, entry: TokenLogprob | None) -> bool:
