@@ -174,14 +174,9 @@ def probe_batch(engine: LLMEngine, rows: Sequence[Probed]) -> list[Tensor]:
     (token_ids, split) the prompt token_ids[:split], alone; and then each further token in a decode step together with
     those of the other rows. It takes the first blocks of the cache, which is empty afterwards.
 
-    Returns:
-        Of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
-        token_ids[:split], behind token_ids[: split + 1], and so on.
-
-    Raises:
-        RuntimeError: requests are unfinished.
-        RequestError: there are too many rows, or too many tokens.
-    """
+    Returns of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
+    token_ids[:split], and so on. Raises RuntimeError where requests are unfinished, RequestError where there are too
+    many rows or tokens."""
     engine.core.require_idle()
     config, most, runner = engine.config, engine.config.scheduler.max_num_seqs, engine.executor.runner
     if not 0 < len(rows) <= most:

@@ -6,7 +6,7 @@ Blocks lie scattered over the cache. Bytes are the K and V that a step reads; op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from experiments.lab.kernels.case import (
     Case,
     Implementation,
+    Settings,
     VariantAbsent,
     Work,
     heads,
@@ -42,13 +43,7 @@ FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it 
 class _Attention(Case):
     """One new token of each sequence. The layers of one KV store are the sets of inputs."""
 
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "head_dim": 128,
-        "block_size": 16,
-    }
+    settings: ClassVar[Settings] = {"heads": None, "batch": None, "length": None, "head_dim": 128, "block_size": 16}
     kind: Kind = "decode"
 
     apart: ClassVar[tuple[str, ...]] = (FA3,)
@@ -252,5 +247,5 @@ class PrefillAttention(DecodeAttention):
     """The last `queries` tokens of each sequence, such as a whole prompt or a chunk at its end."""
 
     name = "prefill"
-    settings: ClassVar[Mapping[str, Any]] = {**_Attention.settings, "batch": 1, "queries": None}
+    settings: ClassVar[Settings] = {**_Attention.settings, "batch": 1, "queries": None}
     kind = "prefill"

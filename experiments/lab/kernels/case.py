@@ -20,6 +20,8 @@ from torch import Tensor
 from experiments.lab.judge import stats
 from mini_infer.core.errors import ConfigError, MiniInferError
 
+Settings = Mapping[str, Any]  # of a shape, with their defaults; None where it must be given
+
 
 class VariantAbsent(MiniInferError):
     """An implementation that cannot run here. The message says why: it stands in the report, and is no error."""
@@ -44,7 +46,7 @@ class Case(ABC):
     """One operation at one shape. `allocate` comes before all else that touches tensors."""
 
     name: ClassVar[str]
-    settings: ClassVar[Mapping[str, Any]]  # of a shape, with their defaults; None where it must be given
+    settings: ClassVar[Settings]
     variants: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False  # no variant is torch's, which runs on a CPU
     apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run

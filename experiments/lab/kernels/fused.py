@@ -12,7 +12,7 @@ and stay in a cache).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from experiments.lab.kernels.case import (
     Case,
     Implementation,
+    Settings,
     VariantAbsent,
     Work,
     heads,
@@ -95,7 +96,7 @@ class AddRmsNorm(_Fused):
     """x and residual -> the norm of their sum, and their sum."""
 
     name = "add_rms_norm"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "hidden": 4096}
+    settings: ClassVar[Settings] = {"tokens": None, "hidden": 4096}
 
     def work(self, variant: str = "") -> Work:
         return Work(4 * self.shape["tokens"] * self.shape["hidden"] * self.dtype.itemsize)
@@ -119,7 +120,7 @@ class SiluMul(_Fused):
     """gate | up -> silu(gate) * up."""
 
     name = "silu_mul"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "inner": 4096}
+    settings: ClassVar[Settings] = {"tokens": None, "inner": 4096}
 
     def work(self, variant: str = "") -> Work:
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
@@ -139,7 +140,7 @@ class RopeAndStore(_Fused):
     """q | k | v -> q rotated, k rotated and stored, v stored; with `qk_norm` q and k are normalised by head first."""
 
     name = "rope_and_store"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "heads": None, "qk_norm": False, "head_dim": 128}
+    settings: ClassVar[Settings] = {"tokens": None, "heads": None, "qk_norm": False, "head_dim": 128}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -197,7 +198,7 @@ class Gemv(Case):
     """x W^T with few rows of x: the time is the time to read W. `eager` is what torch calls, cuBLAS."""
 
     name = "gemv"
-    settings: ClassVar[Mapping[str, Any]] = {"rows": None, "out": None, "in": None}
+    settings: ClassVar[Settings] = {"rows": None, "out": None, "in": None}
     variants = (EAGER, TRITON)
 
     def work(self, variant: str = "") -> Work:

@@ -6,14 +6,22 @@ operations bound it: 2 * (2 rank + rope_dim) for each head and cached token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from experiments.lab.kernels.attention import SINGLE_PASS, SPLIT_K
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error, worst
+from experiments.lab.kernels.case import (
+    Case,
+    Implementation,
+    Settings,
+    VariantAbsent,
+    Work,
+    require_triton,
+    row_error,
+    worst,
+)
 
 FLASH_MLA = "flash_mla"
 CHECKED_ROWS = 4
@@ -23,14 +31,14 @@ class MLADecode(Case):
     """Of DeepSeek-V2's and V3's sizes unless said. All rows have the same length."""
 
     name = "mla_decode"
-    settings: ClassVar[Mapping[str, Any]] = {
+    settings: ClassVar[Settings] = {
         "heads": None,
         "batch": None,
         "length": None,
         "rank": 512,
         "rope_dim": 64,
-        "block_size": 64,  # the only one that FlashMLA takes
-    }
+        "block_size": 64,
+    }  # blocks as FlashMLA takes them
     variants = (SINGLE_PASS, SPLIT_K, FLASH_MLA)
     needs_gpu = True
     apart = (FLASH_MLA,)

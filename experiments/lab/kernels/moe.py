@@ -11,7 +11,7 @@ Bytes are the weights of the experts that are chosen at all, and tokens in and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
+from experiments.lab.kernels.case import Case, Implementation, Settings, VariantAbsent, Work, require_triton, row_error
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
@@ -33,7 +33,7 @@ MOST_FEW = 64  # tokens
 
 class MoELayer(Case):
     name = "moe_layer"
-    settings: ClassVar[Mapping[str, Any]] = {
+    settings: ClassVar[Settings] = {
         "tokens": None,
         "routing": "uniform",
         "experts": 128,
