@@ -30,7 +30,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
-from experiments.lab.workloads.vocabulary import ModelVocabulary
+from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
@@ -140,7 +140,7 @@ class Ablation(Experiment):
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
         known = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
-        vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
+        vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
@@ -257,7 +257,7 @@ class Ablation(Experiment):
             found += [replace(gate, variant=variant) for gate in known[repr(engines)]]
         return found
 
-    def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
+    def _inputs(self, point: Point, vocabulary: Vocabulary) -> Inputs:
         """The same requests in every repeat, so that repeats differ by nothing but the machine's mood."""
         load = self._cell(self.spec.baseline, point).workload
         inputs = load.make(vocabulary, self.settings.seed)
@@ -276,7 +276,7 @@ class Ablation(Experiment):
         values = {key: [one.get(key) for one in described] for key in keys}
         return {key: of[0] if all(value == of[0] for value in of) else of for key, of in values.items()}
 
-    def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: ModelVocabulary) -> list[Sample]:
+    def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: Vocabulary) -> list[Sample]:
         """From the last point that was measured: the prompts with the longest outputs, and what became of them."""
         tokens_of = session.ledger.tokens
         measured = [p.name for p in self._grid if any(tokens_of((v, p.name)) is not None for v in self.variants)]

@@ -32,7 +32,7 @@ from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
 from experiments.lab.store.rows import Row
-from experiments.lab.workloads.vocabulary import ModelVocabulary
+from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
@@ -94,7 +94,7 @@ class Capacity(Experiment):
         return f"simulated-{self._simulator.key(self._engine({}, 1))}"
 
     def measure(self, steps: Steps) -> Findings:
-        inputs = self._workload.make(ModelVocabulary(self._engine({}, 1).model), self.settings.seed)
+        inputs = self._workload.make(Vocabulary(self._engine({}, 1).model), self.settings.seed)
         self._layouts = Layouts(
             self._config, self._simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
         )
