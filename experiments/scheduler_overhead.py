@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import correlation, linear_regression
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,8 @@ class SchedulerOverhead(Probe):
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
         by_running = {running[row.point]: row.value for row in found if row.metric == "step_us"}
-        slope, r_squared = stats.fit_line(list(by_running), list(by_running.values()))
+        x, y = list(by_running), list(by_running.values())
+        slope, r_squared = linear_regression(x, y).slope, correlation(x, y) ** 2
         return [(VARIANT, self._fit, {"us_per_request": slope, "r_squared": r_squared})]
 
     def _steps_by_running(self, point: Point) -> dict[str, float | None]:

@@ -161,7 +161,7 @@ def test_one_wrong_row_is_found(case):
 def test_a_wrong_slot_is_found():
     found = made("rope_and_store")
     output = found.implementation("eager").run(0)
-    keys = found.inputs(0)[-2]
+    keys = found._sets[0][-2]
     keys[[0, 1]] = keys[[1, 0]]
     assert found.error(output) > 0.1
 

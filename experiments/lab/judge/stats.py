@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, correlation, linear_regression
+from statistics import NormalDist
 from typing import TypeVar
 
 import numpy as np
@@ -257,12 +257,6 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 def samples_needed(q: float) -> int:
     """P99 takes 1,000 samples, P95 200, P90 100, P50 10."""
     return MEDIAN_SAMPLES if q <= 50 else math.ceil(round(100 * SAMPLES_BEYOND / (100 - q), 6))
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The slope of least squares, and R2: the share of y's variance that the line explains. Raises ValueError where
-    there are fewer than two points, or where all of x, or of y, are equal."""
-    return linear_regression(x, y).slope, correlation(x, y) ** 2
 
 
 def front(found: Iterable[T], place: Callable[[T], tuple[float, float]]) -> list[T]:

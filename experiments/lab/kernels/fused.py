@@ -53,20 +53,17 @@ class _Fused(Case):
         elif variant == TRITON:
             require_triton(self.device)
             compute = partial(self.compute, TritonKernels())
-        return Implementation(lambda copy: compute(*self.inputs(copy)))
+        return Implementation(lambda copy: compute(*self._sets[copy]))
 
     def _compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()  # each shape is compiled for itself
         compiled = torch.compile(compute, dynamic=False)
         try:
-            compiled(*self.inputs(0))
+            compiled(*self._sets[0])
         except Exception as error:  # the compiler's own errors, the C compiler's, Triton's
             reason = str(error).strip().partition("\n")[0]
             raise VariantAbsent(f"torch.compile fails here ({type(error).__name__}: {reason})") from error
         return compiled
-
-    def inputs(self, copy: int) -> tuple[Any, ...]:
-        return self._sets[copy]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Any:
         raise NotImplementedError
