@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class Calibrate(Experiment):
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
-            loads = dict(self._loads(engine))
+            loads = self._loads(engine)
             steps.plan(len(PASSES) * len(loads))
             status, error = rounds.run(
                 [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
@@ -146,7 +146,7 @@ class Calibrate(Experiment):
         )
         print(f"costs    {path}", file=sys.stderr)
 
-    def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
+    def _loads(self, engine: LLMEngine) -> dict[str, list[Arrival]]:
         spec, limits = self.spec, engine.executor.limits
         capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
         most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
@@ -156,21 +156,14 @@ class Calibrate(Experiment):
             taken = sorted((a.prompt_tokens + a.output_tokens + block for a in load), reverse=True)[:at_once]
             return longest <= limits.max_model_len and at_once <= most and sum(taken) <= capacity
 
-        for length in spec.prompts:
-            alone = [Arrival(1000 * i, length, 2) for i in range(3)]
-            if fits(alone, 1):
-                yield f"{length} alone", alone
-        for context in spec.contexts:
-            for count in spec.rows:
-                load = [Arrival(0, context, spec.output_tokens)] * count
-                if fits(load, count):
-                    yield f"{count} of {context}", load
-        for count in spec.decodes:
-            for length in spec.beside_prompts:
-                coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
-                load = [Arrival(0, min(spec.contexts), EVERY * 5)] * count + coming
-                if fits(load, count + 1):
-                    yield f"{length} beside {count}", load
+        loads = [(f"{length} alone", [Arrival(1000 * i, length, 2) for i in range(3)], 1) for length in spec.prompts]
+        for context, count in product(spec.contexts, spec.rows):
+            loads.append((f"{count} of {context}", [Arrival(0, context, spec.output_tokens)] * count, count))
+        for count, length in product(spec.decodes, spec.beside_prompts):
+            coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
+            running = [Arrival(0, min(spec.contexts), EVERY * 5)] * count
+            loads.append((f"{length} beside {count}", running + coming, count + 1))
+        return {name: load for name, load, at_once in loads if fits(load, at_once)}
 
     def _pass(
         self, engine: LLMEngine, loads: dict[str, list[Arrival]], name: str, rows: list[StepRow], steps: Steps
