@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from omegaconf import DictConfig
@@ -146,35 +148,26 @@ class Ablation(Experiment):
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
-            contexts={
-                key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
-            },
+            contexts={key: cells.context(c, spec.slo, known.ceilings, known.problem) for key, c in self._cells.items()},
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        with closing(
-            Session(
-                terms, self._cells, len(repeats), steps, spec, self._peers, self._simulator, self.aa, self._left_out
-            )
-        ) as session:
+        others = self._peers, self._simulator, self.aa, self._left_out
+        with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
             error_gates = self._logit_gates(steps) if gated else []
             exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
             searches = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
-            work = [
-                (
-                    f"repeat {repeat + 1} of {len(repeats)}" + (f" at {point.name}" if point.name else ""),
-                    partial(session.round, repeat, point, inputs[point.name]),
-                )
-                for repeat in repeats
-                for point in self._grid
-            ]
+            work: list[tuple[str, Callable[[], None]]] = []
+            for repeat, point in product(repeats, self._grid):
+                at = f" at {point.name}" if point.name else ""
+                measure = partial(session.round, repeat, point, inputs[point.name])
+                work.append((f"repeat {repeat + 1} of {len(repeats)}{at}", measure))
             work += [(f"search {repeat + 1} of {len(repeats)}", partial(searches.round, repeat)) for repeat in searched]
-            work += [
-                (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
-                for repeat, point in profiled
-            ]
+            for repeat, point in profiled:
+                profile = partial(session.profile, repeat, point, inputs[point.name])
+                work.append((f"profile {repeat + 1} at {point.name}", profile))
             status, error = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
@@ -287,11 +280,10 @@ class Ablation(Experiment):
         longest = sorted(range(len(items)), key=lambda index: -items[index].output_tokens)
         samples = []
         for index in longest[: self.spec.samples]:
-            authors: dict[str, list[str]] = {}
+            authors = defaultdict[str, list[str]](list)
             for variant in self._alone:
-                tokens = tokens_of((variant, point))
-                if tokens is not None:
-                    authors.setdefault(vocabulary.decode(tokens[index]), []).append(variant)
+                if (tokens := tokens_of((variant, point))) is not None:
+                    authors[vocabulary.decode(tokens[index])].append(variant)
             prompt = vocabulary.decode(items[index].prompt)
             samples += [Sample(tuple(variants), prompt, text) for text, variants in authors.items()]
         return samples
