@@ -81,6 +81,7 @@ class Capacity(Experiment):
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
         self._base = {key: 0.0 if key == PREFILL_SHARE else _known(self._config, key) for key in self.spec.settings}
+        self._changes = [{key: value} for key, values in self.spec.settings.items() for value in values]
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
@@ -135,26 +136,20 @@ class Capacity(Experiment):
 
     def _search(self, steps: Steps) -> Plan:
         """The best layout of those that were measured; of all, where none was."""
-        searched = self.spec.settings
-        singles = [{**self._base, key: value} for key, values in searched.items() for value in values]
+        singles = [{**self._base, **change} for change in self._changes]
         steps.plan(1 + len(singles))
         steps.next("the engine's own settings")
         start = next((one for one in (self._base, *singles) if self._layouts.is_measured(one)), None)
-        settings = dict(start or self._base)
-        best, improved, told = self._plan(settings), True, steps.next
+        best, improved, told = self._plan(start or self._base), True, steps.next
         while improved:
             improved = False
-            for key, values in searched.items():
-                for value in values:
-                    told(points.point({key: value}).name)
-                    tried = {**settings, key: value}
-                    if start is not None and not self._layouts.is_measured(tried):
-                        continue
+            for change in self._changes:
+                told(points.point(change).name)
+                tried = {**(best.settings if best else start or self._base), **change}
+                if start is None or self._layouts.is_measured(tried):
                     plan = self._plan(tried)
                     if plan is not None and plan.beats(best):
                         best, improved = plan, True
-                if best is not None:
-                    settings = dict(best.settings)
             told = steps.note
         if best is None:
             raise ConfigError(f"none of {len(self._impossible)} layouts fits. The engine's own settings: "
@@ -259,14 +254,12 @@ class Capacity(Experiment):
             yield "Its steps are bounds, as of every layout here: no engine is as quick. Calibrate first."
             return
         told = []
-        for key, values in self.spec.settings.items():
-            for value in values:
-                settings = {**best.settings, key: value}
-                if self._layouts.is_measured(settings):
-                    continue
-                steps.note(f"what a roofline allows with {points.point({key: value}).name}")
+        for change in self._changes:
+            settings, name = {**best.settings, **change}, points.point(change).name
+            if not self._layouts.is_measured(settings):
+                steps.note(f"what a roofline allows with {name}")
                 if (plan := self._plan(settings)) is not None:
-                    told.append(f"{points.point({key: value}).name}: {self._worth_of(plan)}")
+                    told.append(f"{name}: {self._worth_of(plan)}")
         if told:
             yield (
                 f"Nobody has measured these, which a roofline, or a pipeline that hands on in no time, allows at best: "

@@ -70,11 +70,10 @@ def outside_vocabulary(e: Evidence) -> str:
 
 def stuck_sampler(e: Evidence) -> str:
     """Logits of NaN choose the same token everywhere, whatever the prompt."""
-    seen = {token for r in e.requests for token in r.token_ids}
-    count = sum(len(r.token_ids) for r in e.requests)
-    if len(seen) != 1 or len(e.requests) < 2 or count < STUCK_TOKENS:
+    tokens = [token for r in e.requests for token in r.token_ids]
+    if len(set(tokens)) != 1 or len(e.requests) < 2 or len(tokens) < STUCK_TOKENS:
         return ""
-    return f"every token of every request is {seen.pop()}: the sampler, or the logits it sees, must be broken"
+    return f"every token of every request is {tokens[0]}: the sampler, or the logits it sees, must be broken"
 
 
 def unsteady_tokens(e: Evidence) -> str:
