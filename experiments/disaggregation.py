@@ -341,21 +341,11 @@ class _Engines:
 
     async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""
-
-        async def watch() -> None:
-            while all(process.ending() is None for process in processes.values()):
-                await asyncio.sleep(0.1)
-            endings = [process.ending() for process in processes.values()]
-            raise EngineDead(f"an engine of {engines_asked(config)} {next(filter(None, endings))} before it served")
-
-        async def connect() -> AsyncEngine:
-            engine = await AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
-            while any(replica.failure is not None for replica in engine.replicas):
-                await asyncio.sleep(0.1)
-            return engine
-
-        watching, connecting = asyncio.ensure_future(watch()), asyncio.ensure_future(connect())
-        await asyncio.wait({watching, connecting}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, connecting):
-            task.cancel()
-        return connecting.result() if connecting.done() else watching.result()
+        connect = AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
+        engine = asyncio.ensure_future(connect)
+        while not engine.done() or any(replica.failure is not None for replica in engine.result().replicas):
+            for ending in filter(None, [process.ending() for process in processes.values()]):
+                engine.cancel()
+                raise EngineDead(f"an engine of {engines_asked(config)} {ending} before it served")
+            await asyncio.sleep(0.1)
+        return engine.result()
