@@ -17,7 +17,6 @@ from torch import Tensor
 from experiments.lab.kernels.case import (
     Case,
     Implementation,
-    Settings,
     VariantAbsent,
     Work,
     heads,
@@ -40,10 +39,9 @@ KV_FP8 = "fp8"
 FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it captures CUDA graphs
 
 
-class _Attention(Case):
+class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_size=16):
     """One new token of each sequence. The layers of one KV store are the sets of inputs."""
 
-    settings: ClassVar[Settings] = {"heads": None, "batch": None, "length": None, "head_dim": 128, "block_size": 16}
     kind: Kind = "decode"
 
     apart: ClassVar[tuple[str, ...]] = (FA3,)
@@ -243,9 +241,8 @@ class DecodeAttention(_Attention):
         return self._fa3() if variant == FA3 else self._backend(AttentionChoice(variant))
 
 
-class PrefillAttention(DecodeAttention):
+class PrefillAttention(DecodeAttention, batch=1, queries=None):
     """The last `queries` tokens of each sequence, such as a whole prompt or a chunk at its end."""
 
     name = "prefill"
-    settings: ClassVar[Settings] = {**_Attention.settings, "batch": 1, "queries": None}
     kind = "prefill"

@@ -20,8 +20,6 @@ from torch import Tensor
 from experiments.lab.judge import stats
 from mini_infer.core.errors import ConfigError, MiniInferError
 
-Settings = Mapping[str, Any]  # of a shape, with their defaults; None where it must be given
-
 
 class VariantAbsent(MiniInferError):
     """An implementation that cannot run here. The message says why: it stands in the report, and is no error."""
@@ -43,13 +41,19 @@ class Implementation:
 
 
 class Case(ABC):
-    """One operation at one shape. `allocate` comes before all else that touches tensors."""
+    """One operation at one shape. `allocate` comes before all else that touches tensors.
+
+    class Gemv(Case, rows=None, out=4096) has the settings `rows`, which must be given, and `out`.
+    """
 
     name: ClassVar[str]
-    settings: ClassVar[Settings]
+    settings: ClassVar[Mapping[str, Any]] = {}  # of a shape, with their defaults
     variants: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False  # no variant is torch's, which runs on a CPU
     apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        cls.settings = {**cls.settings, **settings}
 
     def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ConfigError where the shape says too little, too much, or the impossible."""

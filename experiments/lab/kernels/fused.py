@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from torch import Tensor
 from experiments.lab.kernels.case import (
     Case,
     Implementation,
-    Settings,
     VariantAbsent,
     Work,
     heads,
@@ -89,11 +88,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-class AddRmsNorm(_Fused):
+class AddRmsNorm(_Fused, tokens=None, hidden=4096):
     """x and residual -> the norm of their sum, and their sum."""
 
     name = "add_rms_norm"
-    settings: ClassVar[Settings] = {"tokens": None, "hidden": 4096}
 
     def work(self, variant: str = "") -> Work:
         return Work(4 * self.shape["tokens"] * self.shape["hidden"] * self.dtype.itemsize)
@@ -113,11 +111,10 @@ class AddRmsNorm(_Fused):
         return _norm(total, weight), total
 
 
-class SiluMul(_Fused):
+class SiluMul(_Fused, tokens=None, inner=4096):
     """gate | up -> silu(gate) * up."""
 
     name = "silu_mul"
-    settings: ClassVar[Settings] = {"tokens": None, "inner": 4096}
 
     def work(self, variant: str = "") -> Work:
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
@@ -133,11 +130,10 @@ class SiluMul(_Fused):
         return F.silu(gate) * up
 
 
-class RopeAndStore(_Fused):
+class RopeAndStore(_Fused, tokens=None, heads=None, qk_norm=False, head_dim=128):
     """q | k | v -> q rotated, k rotated and stored, v stored; with `qk_norm` q and k are normalised by head first."""
 
     name = "rope_and_store"
-    settings: ClassVar[Settings] = {"tokens": None, "heads": None, "qk_norm": False, "head_dim": 128}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -191,11 +187,10 @@ class RopeAndStore(_Fused):
         return error
 
 
-class Gemv(Case):
+class Gemv(Case, **{"rows": None, "out": None, "in": None}):
     """x W^T with few rows of x: the time is the time to read W. `eager` is what torch calls, cuBLAS."""
 
     name = "gemv"
-    settings: ClassVar[Settings] = {"rows": None, "out": None, "in": None}
     variants = (EAGER, TRITON)
 
     def work(self, variant: str = "") -> Work:

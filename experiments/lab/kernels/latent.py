@@ -6,7 +6,7 @@ operations bound it: 2 * (2 rank + rope_dim) for each head and cached token.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from experiments.lab.kernels.attention import SINGLE_PASS, SPLIT_K
 from experiments.lab.kernels.case import (
     Case,
     Implementation,
-    Settings,
     VariantAbsent,
     Work,
     require_triton,
@@ -27,18 +26,10 @@ FLASH_MLA = "flash_mla"
 CHECKED_ROWS = 4
 
 
-class MLADecode(Case):
-    """Of DeepSeek-V2's and V3's sizes unless said. All rows have the same length."""
+class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64, block_size=64):
+    """Of DeepSeek-V2's and V3's sizes unless said, in blocks as FlashMLA takes them. All rows have the same length."""
 
     name = "mla_decode"
-    settings: ClassVar[Settings] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "rank": 512,
-        "rope_dim": 64,
-        "block_size": 64,
-    }  # blocks as FlashMLA takes them
     variants = (SINGLE_PASS, SPLIT_K, FLASH_MLA)
     needs_gpu = True
     apart = (FLASH_MLA,)

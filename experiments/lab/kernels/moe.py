@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.lab.kernels.case import Case, Implementation, Settings, VariantAbsent, Work, require_triton, row_error
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
@@ -31,16 +31,8 @@ CHECKED_TOKENS = 32
 MOST_FEW = 64  # tokens
 
 
-class MoELayer(Case):
+class MoELayer(Case, tokens=None, routing="uniform", experts=128, chosen=8, hidden=2048, inner=768):
     name = "moe_layer"
-    settings: ClassVar[Settings] = {
-        "tokens": None,
-        "routing": "uniform",
-        "experts": 128,
-        "chosen": 8,
-        "hidden": 2048,
-        "inner": 768,
-    }
     variants = (DENSE, PADDED, PACKED, FEW, GROUPED)
 
     def __init__(self, *arguments: Any) -> None:

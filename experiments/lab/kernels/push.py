@@ -6,12 +6,12 @@ Bytes are those that arrive. Nothing is computed beside.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from experiments.lab.kernels.case import Case, Implementation, Settings, Work, row_error, worst
+from experiments.lab.kernels.case import Case, Implementation, Work, row_error, worst
 from mini_infer.transfer.memory import MemoryTarget, plane_copies
 
 AT_ONCE, GROUPS, BY_LAYER, COPIES = "at_once", "groups", "by_layer", "copies"
@@ -21,11 +21,10 @@ FREE = 2  # times the blocks that go: the others are those of other requests
 _Sent: TypeAlias = tuple[Tensor, Tensor, Tensor]  # all blocks there, which ones were sent, and where they are there
 
 
-class KVPush(Case):
+class KVPush(Case, tokens=None, layers=28, kv_heads=4, head_size=128, block_size=16):
     """Of Qwen2.5-7B's layers unless said."""
 
     name = "kv_push"
-    settings: ClassVar[Settings] = {"tokens": None, "layers": 28, "kv_heads": 4, "head_size": 128, "block_size": 16}
     variants = (BY_LAYER, GROUPS, AT_ONCE, COPIES)
 
     def __init__(self, *arguments: Any) -> None:
