@@ -21,10 +21,9 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels import attention, fused
 from experiments.lab.kernels.apart import Apart
-from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare, require_triton
-from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
@@ -42,17 +41,8 @@ from mini_infer.modeling.loader import resolve_device
 CASES: dict[str, type[Case]] = {
     cls.name: cls
     for cls in (
-        FlashDecode,
-        DecodeOfFp8,
-        AddRmsNorm,
-        RopeAndStore,
-        SiluMul,
-        Gemv,
-        DecodeAttention,
-        PrefillAttention,
-        MLADecode,
-        MoELayer,
-        KVPush,
+        *(attention.FlashDecode, attention.DecodeOfFp8, attention.DecodeAttention, attention.PrefillAttention),
+        *(fused.AddRmsNorm, fused.RopeAndStore, fused.SiluMul, fused.Gemv, MLADecode, MoELayer, KVPush),
     )
 }
 METRICS = {

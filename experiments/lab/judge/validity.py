@@ -258,25 +258,11 @@ def warmed_up_on_itself(e: Evidence) -> str:
 
 
 RULES: tuple[Callable[[Evidence], str], ...] = (
-    failures,
-    wrong_lengths,
-    outside_vocabulary,
-    stuck_sampler,
-    unsteady_tokens,
-    unintended_hits,
-    drafts_of_nothing,
-    client_fell_behind,
-    client_was_busy,
-    clocks_drifted,
-    memory_grew,
-    compiled_inside,
-    timed_from_outside,
-    edges,
-    tokens_between_steps,
-    latencies_of_nobody,
-    faster_than_possible,
-    no_warm_up,
-    warmed_up_on_itself,
+    # Of answers; of the client and the machine; of times.
+    *(failures, wrong_lengths, outside_vocabulary, stuck_sampler, unsteady_tokens, unintended_hits, drafts_of_nothing),
+    *(client_fell_behind, client_was_busy, clocks_drifted, memory_grew, compiled_inside),
+    *(timed_from_outside, edges, tokens_between_steps, latencies_of_nobody, faster_than_possible),
+    *(no_warm_up, warmed_up_on_itself),
 )
 
 
