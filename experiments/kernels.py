@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -248,8 +247,10 @@ class _At:
                     "this process, so the rest is not measured"
                 ) from error
             self.failed |= dict.fromkeys(variants, f"it {reason}")
-            for variant, kept in itertools.product(variants, (self.timers, self.rows, self.gates)):
-                kept.pop(variant, None)
+            for variant in variants:
+                self.timers.pop(variant, None)
+                self.rows.pop(variant, None)
+                self.gates.pop(variant, None)
 
 
 def _is_lost(device: torch.device) -> bool:
