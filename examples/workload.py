@@ -15,7 +15,6 @@ from experiments.lab.measure.subjects import drive
 from experiments.lab.workloads import Inputs, Item, Workload
 from experiments.lab.workloads.base import Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
-from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.config import CacheConfig
 
@@ -64,7 +63,7 @@ class Reviews(Workload):
 workload = Reviews()
 for caching in (False, True):
     config = EngineConfig(model="tiny-target", cache=CacheConfig(prefix_caching=caching, memory_gib=0.1))
-    inputs = workload.make(ModelVocabulary(config.model), seed=0)
+    inputs = workload.make(Vocabulary(config.model), seed=0)
     engine = LLMEngine(config)
     drive(engine, inputs.warmup, workload.in_flight)
     served = drive(engine, inputs.measured, workload.in_flight)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from omegaconf import DictConfig
@@ -30,7 +32,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
-from experiments.lab.workloads.vocabulary import ModelVocabulary
+from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
@@ -94,7 +96,6 @@ class Ablation(Experiment):
         self.generates = bool(self._gated)
 
     def _named(self, name: str) -> list[Point]:
-        """The points that a list of the spec names."""
         return [
             points.find_point(self._grid, at, f"experiment.{name}[{index}]")
             for index, at in enumerate(getattr(self.spec, name))
@@ -141,41 +142,32 @@ class Ablation(Experiment):
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
         known = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
-        vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
+        vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
-            contexts={
-                key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
-            },
+            contexts={key: cells.context(c, spec.slo, known.ceilings, known.problem) for key, c in self._cells.items()},
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        with closing(
-            Session(
-                terms, self._cells, len(repeats), steps, spec, self._peers, self._simulator, self.aa, self._left_out
-            )
-        ) as session:
+        others = self._peers, self._simulator, self.aa, self._left_out
+        with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
             error_gates = self._logit_gates(steps) if gated else []
             exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
             searches = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
-            work = [
-                (
-                    f"repeat {repeat + 1} of {len(repeats)}" + (f" at {point.name}" if point.name else ""),
-                    partial(session.round, repeat, point, inputs[point.name]),
-                )
-                for repeat in repeats
-                for point in self._grid
-            ]
+            work: list[tuple[str, Callable[[], None]]] = []
+            for repeat, point in product(repeats, self._grid):
+                at = f" at {point.name}" if point.name else ""
+                measure = partial(session.round, repeat, point, inputs[point.name])
+                work.append((f"repeat {repeat + 1} of {len(repeats)}{at}", measure))
             work += [(f"search {repeat + 1} of {len(repeats)}", partial(searches.round, repeat)) for repeat in searched]
-            work += [
-                (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
-                for repeat, point in profiled
-            ]
+            for repeat, point in profiled:
+                profile = partial(session.profile, repeat, point, inputs[point.name])
+                work.append((f"profile {repeat + 1} at {point.name}", profile))
             status, error = rounds.run(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
@@ -246,22 +238,19 @@ class Ablation(Experiment):
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
-        exact, found = ExactGate(device), []
-        known: list[tuple[list[EngineConfig], list[Gate]]] = []
+        exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
         for variant, engine in self._gated.items():
             engines = [_one_engine(self._cell(variant, point).engine) for point in self._gate_at]
-            gates = next((gates for others, gates in known if others == engines), None)
-            if gates is None:
+            if repr(engines) not in known:
                 steps.note(f"gates: tokens of {self.variants[variant]}, beside each request's alone")
-                gates = [exact.of_probes(variant, engine)]
+                known[repr(engines)] = gates = [exact.of_probes(variant, engine)]
                 for point, config in zip(self._gate_at, engines, strict=True) if device == "cuda" else ():
                     asked = inputs[point.name]
                     gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
-                known.append((engines, gates))
-            found += [replace(gate, variant=variant) for gate in gates]
+            found += [replace(gate, variant=variant) for gate in known[repr(engines)]]
         return found
 
-    def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
+    def _inputs(self, point: Point, vocabulary: Vocabulary) -> Inputs:
         """The same requests in every repeat, so that repeats differ by nothing but the machine's mood."""
         load = self._cell(self.spec.baseline, point).workload
         inputs = load.make(vocabulary, self.settings.seed)
@@ -280,7 +269,7 @@ class Ablation(Experiment):
         values = {key: [one.get(key) for one in described] for key in keys}
         return {key: of[0] if all(value == of[0] for value in of) else of for key, of in values.items()}
 
-    def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: ModelVocabulary) -> list[Sample]:
+    def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: Vocabulary) -> list[Sample]:
         """From the last point that was measured: the prompts with the longest outputs, and what became of them."""
         tokens_of = session.ledger.tokens
         measured = [p.name for p in self._grid if any(tokens_of((v, p.name)) is not None for v in self.variants)]
@@ -291,11 +280,10 @@ class Ablation(Experiment):
         longest = sorted(range(len(items)), key=lambda index: -items[index].output_tokens)
         samples = []
         for index in longest[: self.spec.samples]:
-            authors: dict[str, list[str]] = {}
+            authors = defaultdict[str, list[str]](list)
             for variant in self._alone:
-                tokens = tokens_of((variant, point))
-                if tokens is not None:
-                    authors.setdefault(vocabulary.decode(tokens[index]), []).append(variant)
+                if (tokens := tokens_of((variant, point))) is not None:
+                    authors[vocabulary.decode(tokens[index])].append(variant)
             prompt = vocabulary.decode(items[index].prompt)
             samples += [Sample(tuple(variants), prompt, text) for text, variants in authors.items()]
         return samples

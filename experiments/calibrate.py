@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -57,29 +57,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class CalibrateSpec(ExperimentSpec):
-    """
-    Attributes:
-        rows: numbers of requests that decode together.
-        contexts: their prompts' tokens; those with which they do not fit into KV memory are left out.
-        prompts: tokens of prompts that come alone.
-        decodes: rows that prompts come beside.
-        beside_prompts: tokens of these prompts.
-        output_tokens: of a request that decodes.
-    """
-
-    rows: tuple[Count, ...] = (1, 2, 4, 8)
-    contexts: tuple[Count, ...] = (16, 128)
-    prompts: tuple[Count, ...] = (8, 32, 128)
-    decodes: tuple[Count, ...] = (2, 6)
-    beside_prompts: tuple[Count, ...] = (16, 64)
-    output_tokens: Several = 24
+    rows: tuple[Count, ...] = (1, 2, 4, 8)  # numbers of requests that decode together
+    contexts: tuple[Count, ...] = (16, 128)  # their prompts' tokens; what does not fit into KV memory is left out
+    prompts: tuple[Count, ...] = (8, 32, 128)  # tokens of prompts that come alone
+    decodes: tuple[Count, ...] = (2, 6)  # rows that prompts come beside
+    beside_prompts: tuple[Count, ...] = (16, 64)  # tokens of these prompts
+    output_tokens: Several = 24  # of a request that decodes
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """`step`: it comes when so many steps of its load have been done; sooner, where nobody else is there."""
-
-    step: int
+    step: int  # it comes when so many steps of its load have been done; sooner, where nobody else is there
     prompt_tokens: int
     output_tokens: int
 
@@ -114,7 +102,7 @@ class Calibrate(Experiment):
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
-            loads = dict(self._loads(engine))
+            loads = self._loads(engine)
             steps.plan(len(PASSES) * len(loads))
             status, error = rounds.run(
                 [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
@@ -158,8 +146,7 @@ class Calibrate(Experiment):
         )
         print(f"costs    {path}", file=sys.stderr)
 
-    def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
-        """Of those that the experiment names, the ones that fit."""
+    def _loads(self, engine: LLMEngine) -> dict[str, list[Arrival]]:
         spec, limits = self.spec, engine.executor.limits
         capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
         most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
@@ -169,21 +156,14 @@ class Calibrate(Experiment):
             taken = sorted((a.prompt_tokens + a.output_tokens + block for a in load), reverse=True)[:at_once]
             return longest <= limits.max_model_len and at_once <= most and sum(taken) <= capacity
 
-        for length in spec.prompts:
-            alone = [Arrival(1000 * i, length, 2) for i in range(3)]
-            if fits(alone, 1):
-                yield f"{length} alone", alone
-        for context in spec.contexts:
-            for count in spec.rows:
-                load = [Arrival(0, context, spec.output_tokens)] * count
-                if fits(load, count):
-                    yield f"{count} of {context}", load
-        for count in spec.decodes:
-            for length in spec.beside_prompts:
-                coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
-                load = [Arrival(0, min(spec.contexts), EVERY * 5)] * count + coming
-                if fits(load, count + 1):
-                    yield f"{length} beside {count}", load
+        loads = [(f"{length} alone", [Arrival(1000 * i, length, 2) for i in range(3)], 1) for length in spec.prompts]
+        for context, count in product(spec.contexts, spec.rows):
+            loads.append((f"{count} of {context}", [Arrival(0, context, spec.output_tokens)] * count, count))
+        for count, length in product(spec.decodes, spec.beside_prompts):
+            coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
+            running = [Arrival(0, min(spec.contexts), EVERY * 5)] * count
+            loads.append((f"{length} beside {count}", running + coming, count + 1))
+        return {name: load for name, load, at_once in loads if fits(load, at_once)}
 
     def _pass(
         self, engine: LLMEngine, loads: dict[str, list[Arrival]], name: str, rows: list[StepRow], steps: Steps
@@ -204,7 +184,6 @@ class Calibrate(Experiment):
         return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
 
     def _block_s(self) -> float:
-        """As far as the ceilings of this machine know."""
         target = Simulator(self.chosen, self.threads).target(self.engine)
         return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 
@@ -266,8 +245,8 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
 
 
 def _rows(point: Point, found: Residuals) -> list[Row]:
-    values = {"steps": found.steps, "median_error": found.median, "p90_error": found.p90, "bias": found.bias}
-    return [Row(VARIANT, point.name, 0, name, float(value), METRICS[name].unit) for name, value in values.items()]
+    values = zip(METRICS.items(), (found.steps, found.median, found.p90, found.bias), strict=True)
+    return [Row(VARIANT, point.name, 0, name, float(value), metric.unit) for (name, metric), value in values]
 
 
 def _slug(name: str) -> str:

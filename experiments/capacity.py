@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -31,8 +32,8 @@ from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
 from experiments.lab.store.rows import Row
-from experiments.lab.workloads.vocabulary import ModelVocabulary
-from mini_infer.core.config import Device, EngineConfig
+from experiments.lab.workloads.base import Vocabulary
+from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
 VARIANT = "simulated"
@@ -45,18 +46,11 @@ REACH, MOST_COUNTS = 4, 13  # a front goes on to so many times the fewest replic
 
 @dataclass(frozen=True)
 class CapacitySpec(ExperimentSpec):
-    """
-    Attributes:
-        slo: bounds that a request must keep.
-        share: of the requests, which must.
-        settings: dotted keys of the engine, or PREFILL_SHARE -> values to try beside its own.
-        most_replicas: that are tried; engines of both roles where prompts are computed apart.
-    """
-
-    slo: SLO = field(default_factory=SLO)
-    share: PositiveShare = 0.9
+    slo: SLO = field(default_factory=SLO)  # bounds that a request must keep
+    share: PositiveShare = 0.9  # of the requests, which must
+    # Dotted keys of the engine, or PREFILL_SHARE -> values to try beside its own.
     settings: dict[str, Any] = field(default_factory=dict)
-    most_replicas: Count = 64
+    most_replicas: Count = 64  # that are tried; engines of both roles where prompts are computed apart
 
     def __post_init__(self) -> None:
         if not self.slo.bounds:
@@ -86,21 +80,22 @@ class Capacity(Experiment):
         super().__init__(config)
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
-        self._base = {
-            key: 0.0 if key == PREFILL_SHARE else _plain(_known(self._config, key)) for key in self.spec.settings
-        }
+        self._base = {key: 0.0 if key == PREFILL_SHARE else _known(self._config, key) for key in self.spec.settings}
+        self._changes = [{key: value} for key, values in self.spec.settings.items() for value in values]
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-        self._plans: dict[tuple[Any, ...], Plan | str] = {}  # by settings: or why they cannot be had
+        self._engine = partial(engine_of, self._config)
+        self._plans: dict[tuple[Any, ...], Plan] = {}  # by settings
+        self._impossible: dict[tuple[Any, ...], str] = {}  # and why others cannot be had
 
     @property
     def hardware_key(self) -> str:
         return f"simulated-{self._simulator.key(self._engine({}, 1))}"
 
     def measure(self, steps: Steps) -> Findings:
-        inputs = self._workload.make(ModelVocabulary(self._engine({}, 1).model), self.settings.seed)
+        inputs = self._workload.make(Vocabulary(self._engine({}, 1).model), self.settings.seed)
         self._layouts = Layouts(
             self._config, self._simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
         )
@@ -117,9 +112,9 @@ class Capacity(Experiment):
             shown = self._layouts.tried
             notes = [answer, self._start(best)]
         notes += _fronts([plan for plan in shown if plan.bound <= best.bound])
-        found = [plan for plan in self._plans.values() if isinstance(plan, Plan)]
-        plans = {plan.point.name: plan for plan in sorted((*found, *shown), key=lambda plan: plan.order)}
-        plans = {**{name: plan for name, plan in plans.items() if name != best.point.name}, best.point.name: best}
+        every = sorted((*self._plans.values(), *shown), key=lambda plan: plan.order)
+        plans = {plan.point.name: plan for plan in every if plan.point.name != best.point.name}
+        plans[best.point.name] = best
         notes += [own, self._assumed(list(plans.values())), *self._refused()]
         notes += [*self._layouts.sources, *self._simulator.beyond()]
         notes = [note for note in notes if note]
@@ -141,43 +136,36 @@ class Capacity(Experiment):
 
     def _search(self, steps: Steps) -> Plan:
         """The best layout of those that were measured; of all, where none was."""
-        searched = self.spec.settings
-        singles = [{**self._base, key: value} for key, values in searched.items() for value in values]
+        singles = [{**self._base, **change} for change in self._changes]
         steps.plan(1 + len(singles))
         steps.next("the engine's own settings")
         start = next((one for one in (self._base, *singles) if self._layouts.is_measured(one)), None)
-        settings = dict(start or self._base)
-        best, improved, told = self._plan(settings), True, steps.next
+        best, improved, told = self._plan(start or self._base), True, steps.next
         while improved:
             improved = False
-            for key, values in searched.items():
-                for value in values:
-                    told(points.point({key: value}).name)
-                    tried = {**settings, key: value}
-                    if start is not None and not self._layouts.is_measured(tried):
-                        continue
+            for change in self._changes:
+                told(points.point(change).name)
+                tried = {**(best.settings if best else start or self._base), **change}
+                if start is None or self._layouts.is_measured(tried):
                     plan = self._plan(tried)
                     if plan is not None and plan.beats(best):
                         best, improved = plan, True
-                if best is not None:
-                    settings = dict(best.settings)
             told = steps.note
         if best is None:
-            raise ConfigError(f"none of {len(self._plans)} layouts fits. The engine's own settings: "
-                              f"{self._plans[tuple(self._base.items())]}")  # fmt: skip
+            raise ConfigError(f"none of {len(self._impossible)} layouts fits. The engine's own settings: "
+                              f"{self._impossible[tuple(self._base.items())]}")  # fmt: skip
         return best
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
         """The fewest replicas that keep the promise, or the most there may be; None where the layout does not fit."""
         key = tuple(settings.items())
-        if key not in self._plans:
+        if key not in (*self._plans, *self._impossible):
             try:
                 alone = self._layouts.alone(settings)
                 self._plans[key] = self._fewest(settings) if alone is None or alone.keeps else alone
             except ConfigError as error:
-                self._plans[key] = str(error)
-        found = self._plans[key]
-        return found if isinstance(found, Plan) else None
+                self._impossible[key] = str(error)
+        return self._plans.get(key)
 
     def _fewest(self, settings: Mapping[str, Any], slo: SLO | None = None) -> Plan:
         most, low, high = self.spec.most_replicas, 0, 1
@@ -221,7 +209,7 @@ class Capacity(Experiment):
 
     def _candidates(self, best: Plan) -> list[Plan]:
         """Bounds among them only where there is nothing else."""
-        return [plan for plan in self._plans.values() if isinstance(plan, Plan) and plan.bound <= best.bound]
+        return [plan for plan in self._plans.values() if plan.bound <= best.bound]
 
     def _fill_fronts(self, best: Plan, steps: Steps) -> None:
         """More replicas than the fewest: of the winner, and of the layouts of each shape that are the best, and the
@@ -241,9 +229,6 @@ class Capacity(Experiment):
             for count in sorted(count for count in counts - known if count <= last):
                 self._layouts.simulate(plan.settings, count)
 
-    def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
-        return engine_of(self._config, settings, replicas)
-
     # --- what it says ---------------------------------------------------------------------------------------------
 
     def _kept(self, best: Plan) -> str:
@@ -258,7 +243,7 @@ class Capacity(Experiment):
 
     def _neighbours(self, best: Plan) -> Iterator[tuple[str, Plan]]:
         """The winner with one setting changed, and which: of all that was tried."""
-        for plan in (plan for plan in self._plans.values() if isinstance(plan, Plan)):
+        for plan in self._plans.values():
             changed = [key for key, value in best.settings.items() if plan.settings[key] != value]
             if len(changed) == 1:
                 yield changed[0], plan
@@ -269,14 +254,12 @@ class Capacity(Experiment):
             yield "Its steps are bounds, as of every layout here: no engine is as quick. Calibrate first."
             return
         told = []
-        for key, values in self.spec.settings.items():
-            for value in values:
-                settings = {**best.settings, key: value}
-                if self._layouts.is_measured(settings):
-                    continue
-                steps.note(f"what a roofline allows with {points.point({key: value}).name}")
+        for change in self._changes:
+            settings, name = {**best.settings, **change}, points.point(change).name
+            if not self._layouts.is_measured(settings):
+                steps.note(f"what a roofline allows with {name}")
                 if (plan := self._plan(settings)) is not None:
-                    told.append(f"{points.point({key: value}).name}: {self._worth_of(plan)}")
+                    told.append(f"{name}: {self._worth_of(plan)}")
         if told:
             yield (
                 f"Nobody has measured these, which a roofline, or a pipeline that hands on in no time, allows at best: "
@@ -318,10 +301,9 @@ class Capacity(Experiment):
         return f"{plan.words}, {told}"
 
     def _refused(self) -> Iterator[str]:
-        for key, why in self._plans.items():
-            if isinstance(why, str):
-                changed = {name: value for name, value in key if value != self._base[name]}
-                yield f"Not possible: {points.point(changed or self._base).name}: {why}."
+        for key, why in self._impossible.items():
+            changed = {name: value for name, value in key if value != self._base[name]}
+            yield f"Not possible: {points.point(changed or self._base).name}: {why}."
 
     def _assumed(self, plans: Sequence[Plan]) -> str:
         """Of drafts: whose they are to be, and what that rests on."""
@@ -366,11 +348,7 @@ def _latency(plans: Sequence[Plan], name: str) -> tuple[str, str]:
 
 
 def _told(slo: SLO) -> str:
-    return " and ".join(f"{_upper(name)} {bound:g} ms" for name, bound in slo.bounds.items())
-
-
-def _upper(name: str) -> str:
-    return name.removesuffix("_ms").upper()
+    return " and ".join(f"{name.removesuffix('_ms').upper()} {bound:g} ms" for name, bound in slo.bounds.items())
 
 
 def _rounded_up(value: float) -> float:
@@ -379,14 +357,10 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / digit * (1 + 1e-9)) * digit:.6g}")
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
-
-
 def _known(config: Mapping[Any, Any] | DictConfig, key: str) -> Any:
     node: Any = config
     for part in key.split("."):
         if part not in node:
             raise ConfigError(f"experiment.settings: the engine has no setting {key}")
         node = node[part]
-    return node
+    return node.value if isinstance(node, Enum) else node

@@ -43,22 +43,14 @@ FASTER = 1.1  # a size counts as cached where it is read so much faster than wha
 
 @dataclass(frozen=True)
 class CeilingsSpec(ExperimentSpec):
-    """
-    Attributes:
-        mib: device -> sizes of the buffers that are copied and read; the largest must fit no cache, and memory three
-            times.
-        matmul: device -> sizes n of the n x n matrices that are multiplied.
-        formats: device -> number formats in which they are multiplied, of FORMATS.
-        sustained_s: a GPU also multiplies the largest for so long without a pause, which its power limits; and copies
-            the largest buffer from and to the host, and to a second GPU where there is one.
-        write: keeps the result: with --record in conf/hardware/, else in the folder `hardware` of paths.results.
-    """
-
+    # Of each device, sizes of the buffers that are copied and read; the largest must fit no cache, and memory thrice.
     mib: dict[str, list[int]] = field(default_factory=dict)
-    matmul: dict[str, list[int]] = field(default_factory=dict)
-    formats: dict[str, list[str]] = field(default_factory=dict)
+    matmul: dict[str, list[int]] = field(default_factory=dict)  # sizes n of the n x n matrices that are multiplied
+    formats: dict[str, list[str]] = field(default_factory=dict)  # of FORMATS, in which they are
+    # A GPU also multiplies the largest for so long without a pause, which its power limits; and copies the largest
+    # buffer from and to the host, and to a second GPU where there is one.
     sustained_s: Positive = 2.0
-    write: bool = True
+    write: bool = True  # the result: with --record to conf/hardware/, else to the folder `hardware` of paths.results
 
     def __post_init__(self) -> None:
         for device in ("cpu", "cuda"):
@@ -128,18 +120,15 @@ class CeilingsExperiment(Probe):
             from experiments.lab.kernels.read import read  # which needs Triton
 
             seconds = min(seconds, self._seconds(lambda: read(source)))
-        found = {
-            "read_gb_s": size / seconds / 1e9,
-            "copy_gb_s": 2 * size / self._seconds(lambda: target.copy_(source)) / 1e9,
-        }
+        found = {"read_gb_s": size / seconds, "copy_gb_s": 2 * size / self._seconds(lambda: target.copy_(source))}
         if self.device is Device.cuda and point == self._buffers[-1]:
             host = torch.empty(count, pin_memory=True).copy_(source)
-            found["from_host_gb_s"] = size / self._seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9
-            found["to_host_gb_s"] = size / self._seconds(lambda: host.copy_(source, non_blocking=True)) / 1e9
+            found["from_host_gb_s"] = size / self._seconds(lambda: target.copy_(host, non_blocking=True))
+            found["to_host_gb_s"] = size / self._seconds(lambda: host.copy_(source, non_blocking=True))
             if "to_peer_gb_s" in self.metrics:
                 peer = torch.empty_like(source, device="cuda:1")
-                found["to_peer_gb_s"] = size / self._seconds(lambda: peer.copy_(source)) / 1e9
-        return found
+                found["to_peer_gb_s"] = size / self._seconds(lambda: peer.copy_(source))
+        return {name: rate / 1e9 for name, rate in found.items()}
 
     def _matmul(self, point: Point) -> dict[str, float]:
         n = point.values["size"]

@@ -11,8 +11,9 @@ import os
 import tempfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,14 +43,12 @@ from mini_infer.serving.processes.launch import EngineProcess
 
 TOGETHER, APART, STREAM, AUTO = "together", "apart", "stream", "auto"
 ALWAYS = HandOver.always
+ONE_OF_EACH = {"prefill": 1, "decode": 1}
 ROLES: dict[str, tuple[str, dict[str, Any]]] = {
     TOGETHER: ("2 engines that do both", {"replicas": 2}),
-    APART: ("prefill and decode, memory", {"prefill": 1, "decode": 1, "hand_over": ALWAYS}),
-    STREAM: (
-        "prefill and decode, socket",
-        {"prefill": 1, "decode": 1, "hand_over": ALWAYS, "connector": Connector.stream},
-    ),
-    AUTO: ("prefill and decode, by cost", {"prefill": 1, "decode": 1}),
+    APART: ("prefill and decode, memory", {**ONE_OF_EACH, "hand_over": ALWAYS}),
+    STREAM: ("prefill and decode, socket", {**ONE_OF_EACH, "hand_over": ALWAYS, "connector": Connector.stream}),
+    AUTO: ("prefill and decode, by cost", ONE_OF_EACH),
 }
 SPLIT = {  # parts of the time to the first token, in their order
     "queue": "waiting for the engine of prompts",
@@ -77,43 +76,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests of an open loop, and streams that run beside them all the time.
-
-    Attributes:
-        prompt_tokens, output_tokens: of each request.
-        rates_per_s: at which they arrive.
-        streams: endless answers to short prompts.
-        even: whether they come at even intervals; else as a Poisson process.
-    """
+    """Requests of an open loop, and streams that run beside them all the time."""
 
     name: str
-    prompt_tokens: int
+    prompt_tokens: int  # of each request
     output_tokens: int
-    rates_per_s: tuple[float, ...]
-    streams: int = 0
-    even: bool = False
+    rates_per_s: tuple[float, ...]  # at which they arrive
+    streams: int = 0  # endless answers to short prompts
+    even: bool = False  # whether they come at even intervals; else as a Poisson process
 
 
 @dataclass(frozen=True)
 class DisaggregationSpec(ExperimentSpec):
-    """
-    Attributes:
-        prompt_tokens: lengths of prompts that come alone, whose time to the first token is split.
-        prompts: of each length.
-        mixes: loads.
-        count: requests of a load at each rate.
-        slo: what a request keeps that counts as goodput.
-        stream_tokens: of a stream's answer.
-        keep_engines: those of all variants stay side by side; else the ones of a variant end before another's start.
-    """
-
-    prompt_tokens: tuple[Several, ...] = ()
-    prompts: Count = 10
-    mixes: tuple[Mix, ...] = ()
-    count: Count = 100
-    slo: SLO = field(default_factory=SLO)
-    stream_tokens: int = 256
-    keep_engines: bool = False
+    prompt_tokens: tuple[Several, ...] = ()  # of prompts that come alone, whose time to the first token is split
+    prompts: Count = 10  # of each length
+    mixes: tuple[Mix, ...] = ()  # loads
+    count: Count = 100  # requests of a load at each rate
+    slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
+    stream_tokens: int = 256  # of a stream's answer
+    keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
 
 
 class Disaggregation(Probe):
@@ -167,7 +148,7 @@ class Disaggregation(Probe):
         """Prompts one after the other, the first of which warms up."""
         answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
         self._served, self._reason = _served(answers), _unmoved(variant, answers)
-        ttft = stats.median([_ttft(answer) for answer in answers])
+        ttft = _ttft(answers)
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
         if not split:
             return {"ttft_ms": 1e3 * ttft}
@@ -189,15 +170,10 @@ class Disaggregation(Probe):
         # Their answers end one after the other, and so does what comes next begin.
         firsts = [1 + number * spec.stream_tokens // mix.streams for number in range(mix.streams)]
         streams = [asyncio.ensure_future(self._stream(engine, first)) for first in firsts]
-        for task in streams:
-            task.add_done_callback(lambda done: None)
         before = _moved(engine)
         await asyncio.sleep(0.2 if streams else 0)
-        start = time.perf_counter()
-        asked = [
-            _ask(engine, prompt, mix.output_tokens, start + due) for prompt, due in zip(prompts, dues, strict=True)
-        ]
-        answers = await asyncio.gather(*asked)
+        start, asked = time.perf_counter(), zip(prompts, dues, strict=True)
+        answers = await asyncio.gather(*(_ask(engine, p, mix.output_tokens, start + due) for p, due in asked))
         self._served = served = _served(answers)
         self._reason = _unmoved(variant, answers)
         self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
@@ -209,7 +185,7 @@ class Disaggregation(Probe):
         itl = stats.percentile(gaps, 99)
         moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
         return {
-            "ttft_ms": 1e3 * stats.median([_ttft(request) for request in served.requests]),
+            "ttft_ms": 1e3 * _ttft(served.requests),
             "itl_p99_ms": None if itl is None else 1e3 * itl,
             "goodput_per_s": good / (served.end - start),
             "slo_share": good / count,
@@ -217,16 +193,12 @@ class Disaggregation(Probe):
         }
 
     async def _stream(self, engine: AsyncEngine, first: int) -> list[float]:
-        """Answers one after the other, the first one of so many tokens, until it is cancelled; the gaps between their
-        tokens."""
+        """Answers one after the other, the first one of so many tokens, until it is cancelled: the gaps in them."""
         gaps: list[float] = []
-        length = first
-        try:
-            while True:
+        with suppress(asyncio.CancelledError):
+            for length in chain([first], repeat(self.spec.stream_tokens)):
                 gaps += (await _ask(engine, self._prompt(8), length)).gaps
-                length = self.spec.stream_tokens
-        except asyncio.CancelledError:
-            return gaps
+        return gaps
 
     def _prompt(self, length: int) -> list[int]:
         """Unlike all others."""
@@ -241,7 +213,7 @@ class Disaggregation(Probe):
         configs = {variant: _config(config, variant) for variant in (TOGETHER, APART, STREAM)}
         if self.spec.keep_engines:
             self._engines.start([*configs.values()])
-        found: dict[str, list[list[int]]] = {}
+        found: dict[str, list[tuple[int, ...]]] = {}
         prompts: list[list[int]] = []
         for variant, of_variant in configs.items():
             self._engines.use(of_variant)
@@ -249,9 +221,8 @@ class Disaggregation(Probe):
             answers = self._engines.run(_drawn(self._engines.asked, prompts))
             if reason := _unmoved(variant, answers):
                 raise EngineDead(f"{ROLES[variant][0]}: {reason}")
-            found[variant] = [list(answer.token_ids) for answer in answers]
-        against = "one engine's"
-        return [compare(variant, "", found[TOGETHER], found[variant], against) for variant in (APART, STREAM)]
+            found[variant] = [answer.token_ids for answer in answers]
+        return [compare(variant, "", found[TOGETHER], found[variant], "one engine's") for variant in (APART, STREAM)]
 
 
 async def _ask(
@@ -291,11 +262,9 @@ def _served(answers: Sequence[RequestTrace]) -> Served:
 
 async def _drawn(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[RequestTrace]:
     """Half of the answers drawn at random, all at once."""
-    asked = [
-        _ask(engine, prompt, GATE_TOKENS, temperature=float(index % 2), seed=index)
-        for index, prompt in enumerate(prompts)
-    ]
-    return await asyncio.gather(*asked)
+    drawn = ({"temperature": float(index % 2), "seed": index} for index in range(len(prompts)))
+    asked = zip(prompts, drawn, strict=True)
+    return await asyncio.gather(*(_ask(engine, prompt, GATE_TOKENS, **params) for prompt, params in asked))
 
 
 def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:
@@ -304,9 +273,9 @@ def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:
     return "no prompt was computed by the engine for prompts" if apart else ""
 
 
-def _ttft(answer: RequestTrace) -> float:
-    assert answer.ttft is not None, "every request gets its tokens, or an error"
-    return answer.ttft
+def _ttft(answers: Sequence[RequestTrace]) -> float:
+    """The median. Every request gets its tokens, or an error."""
+    return stats.median([answer.ttft for answer in answers if answer.ttft is not None])
 
 
 def _moved(engine: AsyncEngine) -> tuple[int, int]:
@@ -372,21 +341,11 @@ class _Engines:
 
     async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""
-
-        async def watch() -> None:
-            while all(process.ending() is None for process in processes.values()):
-                await asyncio.sleep(0.1)
-            endings = [process.ending() for process in processes.values()]
-            raise EngineDead(f"an engine of {engines_asked(config)} {next(filter(None, endings))} before it served")
-
-        async def connect() -> AsyncEngine:
-            engine = await AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
-            while any(replica.failure is not None for replica in engine.replicas):
-                await asyncio.sleep(0.1)
-            return engine
-
-        watching, connecting = asyncio.ensure_future(watch()), asyncio.ensure_future(connect())
-        await asyncio.wait({watching, connecting}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, connecting):
-            task.cancel()
-        return connecting.result() if connecting.done() else watching.result()
+        connect = AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
+        engine = asyncio.ensure_future(connect)
+        while not engine.done() or any(replica.failure is not None for replica in engine.result().replicas):
+            for ending in filter(None, [process.ending() for process in processes.values()]):
+                engine.cancel()
+                raise EngineDead(f"an engine of {engines_asked(config)} {ending} before it served")
+            await asyncio.sleep(0.1)
+        return engine.result()

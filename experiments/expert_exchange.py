@@ -40,19 +40,12 @@ CHECKED_TOKENS = 32
 
 @dataclass(frozen=True)
 class ExpertExchangeSpec(RanksSpec):
-    """
-    Attributes:
-        tokens: of each rank.
-        routing: how tokens choose experts.
-        experts, chosen, hidden, inner: of the layer, of a token, and numbers of a token and of an expert's.
-    """
-
-    tokens: tuple[Count, ...] = ()
-    routing: tuple[Routing, ...] = (Routing.uniform,)
-    experts: int = 128
-    chosen: int = 8
-    hidden: int = 2048
-    inner: int = 768
+    tokens: tuple[Count, ...] = ()  # of each rank
+    routing: tuple[Routing, ...] = (Routing.uniform,)  # how tokens choose experts
+    experts: int = 128  # of the layer
+    chosen: int = 8  # of them, by a token
+    hidden: int = 2048  # numbers of a token
+    inner: int = 768  # and of an expert's
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,14 +57,9 @@ GATE_TOKENS, GATE_ANSWER = 40, 12  # of a prompt, from each window, and of its a
 
 @dataclass(frozen=True)
 class ExpertQuantizationSpec(ExperimentSpec):
-    """
-    Attributes:
-        variants: name -> label, and what differs from the engine's settings, which are the reference's.
-        windows, window_tokens: of held-out text; others in each process and repeat.
-    """
-
+    # Name -> label, and what differs from the engine's settings, which are the reference's.
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    windows: Count = 8
+    windows: Count = 8  # of held-out text; others in each process and repeat
     window_tokens: Count = 256
 
 

@@ -53,25 +53,14 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Case(Checked, section="experiment.cases"):
-    """
-    Attributes:
-        homes: routers know in common where beginnings went, as API processes of one machine do.
-        by_prefix: a request comes to the router that the hash of its beginning names; else they take turns.
-        prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
-        load: of the spec's rate, at its highest.
-        swing: how far below its highest the load is at the beginning and at the end of the window: a day's.
-        down: share of the replicas that break down in the middle of the window, all at once, and come back
-            `restart_s` later.
-    """
-
     replicas: Count = 1000
     routers: Count = 1
-    homes: bool = False
-    by_prefix: bool = False
-    prefixes: Count = 2
-    load: Positive = 1.0
-    swing: float = 0.0
-    down: float = 0.0
+    homes: bool = False  # routers know in common where beginnings went, as API processes of one machine do
+    by_prefix: bool = False  # the hash of its beginning says to which router a request comes; else they take turns
+    prefixes: Count = 2  # beginnings that prompts share, for each replica; some are asked for more often (Zipf)
+    load: Positive = 1.0  # of the spec's rate, at its highest
+    swing: float = 0.0  # how far below its highest the load is at the beginning and end of the window: a day's
+    down: float = 0.0  # share of the replicas that break down in its middle, all at once; back `restart_s` later
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,33 +70,19 @@ class Case(Checked, section="experiment.cases"):
 
 @dataclass(frozen=True)
 class FleetSpec(ExperimentSpec):
-    """
-    Attributes:
-        costs: a file of conf/costs, without its ending.
-        slower: so much longer steps take than there: fewer requests then load a fleet, and are simulated sooner.
-        rate_per_s: of requests to each replica, on the average over them, at a load of 1.
-        window_s: in which requests come.
-        shared: of the requests, that begin with one of them.
-        prefix_tokens, suffix_tokens, output_tokens: of a request; outputs are exponentially distributed.
-        blocks: of a replica's KV memory.
-        ttft_ms, tpot_ms: the SLO.
-        restart_s: until a replica that broke down is back, with an empty cache.
-        cases: name -> what differs from a Case's defaults.
-    """
-
-    costs: str = "qwen2_5_7b.h200"
-    slower: Positive = 4.0
-    rate_per_s: Positive = 2.5
-    window_s: Positive = 40.0
-    shared: float = 0.75
+    costs: str = "qwen2_5_7b.h200"  # a file of conf/costs, without its ending
+    slower: Positive = 4.0  # so much longer steps take than there: fewer requests then load a fleet
+    rate_per_s: Positive = 2.5  # of requests to each replica, on the average over them, at a load of 1
+    window_s: Positive = 40.0  # in which requests come
+    shared: float = 0.75  # of the requests, that begin with one of the prefixes
     prefix_tokens: int = 2048
     suffix_tokens: int = 2048
-    output_tokens: int = 128
-    blocks: int = 8192
-    ttft_ms: Positive = 2000.0
+    output_tokens: int = 128  # mean of an exponential distribution
+    blocks: int = 8192  # of a replica's KV memory
+    ttft_ms: Positive = 2000.0  # the SLO's
     tpot_ms: Positive = 100.0
-    restart_s: Positive = 10.0
-    cases: dict[str, Any] = field(default_factory=dict)
+    restart_s: Positive = 10.0  # until a replica that broke down is back, with an empty cache
+    cases: dict[str, Any] = field(default_factory=dict)  # name -> what differs from a Case's defaults
 
 
 class _Seen(NamedTuple):

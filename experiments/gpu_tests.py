@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -45,9 +45,9 @@ def main(arguments: list[str]) -> int:
 def summary(log: Path, command: str) -> str:
     """The page made from a junit log."""
     cases = list(ET.parse(log).getroot().iter("testcase"))
-    by_file: dict[str, dict[str, list[ET.Element]]] = defaultdict(lambda: defaultdict(list))
+    by_file = defaultdict[str, list[ET.Element]](list)
     for case in cases:
-        by_file[str(case.get("file") or case.get("classname"))][_outcome(case)].append(case)
+        by_file[str(case.get("file") or case.get("classname"))].append(case)
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items())
     commit, clean = provenance.commit(ROOT), provenance.is_clean(ROOT)
     lines = [
@@ -62,13 +62,13 @@ def summary(log: Path, command: str) -> str:
         "| file | " + " | ".join(OUTCOMES) + " | seconds |",
         "|---|" + "---:|" * (len(OUTCOMES) + 1),
     ]
-    for name, found in sorted(by_file.items()):
-        seconds = sum(float(case.get("time", 0)) for group in found.values() for case in group)
-        lines.append(f"| `{name}` | " + " | ".join(str(len(found[o])) for o in OUTCOMES) + f" | {seconds:.1f} |")
-    totals = [sum(len(found[outcome]) for found in by_file.values()) for outcome in OUTCOMES]
-    lines.append("| all | " + " | ".join(map(str, totals)) + f" | {sum(float(c.get('time', 0)) for c in cases):.1f} |")
+    every = sorted(by_file.items())
+    for name, found in [*((f"`{name}`", found) for name, found in every), ("all", cases)]:
+        counts = Counter(map(_outcome, found))
+        seconds = sum(float(case.get("time", 0)) for case in found)
+        lines.append(f"| {name} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + f" | {seconds:.1f} |")
     for outcome in ("failed", "skipped"):
-        rest = [(case, name) for name, found in sorted(by_file.items()) for case in found[outcome]]
+        rest = [(case, name) for name, found in every for case in found if _outcome(case) == outcome]
         lines += ["", f"## {outcome.capitalize()}", ""] if rest else []
         for case, name in rest:
             why = next(child for child in case if child.tag in ("failure", "error", "skipped")).get("message") or ""

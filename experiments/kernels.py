@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +20,9 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.kernels.apart import Apart, ApartTimer
-from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
+from experiments.lab.kernels import attention, fused
+from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copies_needed, prepare, require_triton
-from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
@@ -40,17 +40,8 @@ from mini_infer.modeling.loader import resolve_device
 CASES: dict[str, type[Case]] = {
     cls.name: cls
     for cls in (
-        FlashDecode,
-        DecodeOfFp8,
-        AddRmsNorm,
-        RopeAndStore,
-        SiluMul,
-        Gemv,
-        DecodeAttention,
-        PrefillAttention,
-        MLADecode,
-        MoELayer,
-        KVPush,
+        *(attention.FlashDecode, attention.DecodeOfFp8, attention.DecodeAttention, attention.PrefillAttention),
+        *(fused.AddRmsNorm, fused.RopeAndStore, fused.SiluMul, fused.Gemv, MLADecode, MoELayer, KVPush),
     )
 }
 METRICS = {
@@ -78,21 +69,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class KernelSpec(ExperimentSpec):
-    """
-    Attributes:
-        variants: implementation -> its label. A case is measured with those that it has.
-        baseline: the one that ratios refer to.
-        metrics: bytes and operations are the least that the operation needs (`Work` of its case).
-        dtype: of inputs and outputs.
-        allowed_error: the most that a row may be off by, relative to its norm, for the implementation's speed to count.
-    """
-
-    variants: dict[str, str] = field(default_factory=dict)
-    baseline: str = ""
+    variants: dict[str, str] = field(default_factory=dict)  # implementation -> label; a case has those that it can
+    baseline: str = ""  # the one that ratios refer to
     sweeps: tuple[Sweep, ...] = ()
-    metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")
-    dtype: DType = DType.bfloat16
-    allowed_error: Positive = 0.02
+    metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")  # of the least that the operation needs (`Work`)
+    dtype: DType = DType.bfloat16  # of inputs and outputs
+    allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm, for speed to count
 
     def __post_init__(self) -> None:
         if self.baseline not in self.variants:
@@ -133,9 +115,8 @@ class KernelSweep(Experiment):
                 raise ConfigError(
                     f"nothing of {spec.title!r} runs on a CPU ({why}): leave out hardware=cpu, and start it on a GPU"
                 ) from why
-        self.variants = self.with_baseline_again(
-            {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
-        )
+        labels = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
+        self.variants = self.with_baseline_again(labels)
         self.metrics = {name: METRICS[name] for name in spec.metrics}
         pairs = _points(spec.sweeps)
         self.points = [point for point, _ in pairs]
@@ -151,24 +132,25 @@ class KernelSweep(Experiment):
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
-        absent: dict[tuple[str, str], list[str]] = {}
+        absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):
-                absent.setdefault(missing, []).append(at.point.name)
+                absent[missing].append(at.point.name)
         notes = [self._absence(*missing, where) for missing, where in absent.items()]
-        if error is None and not any(row.valid for at in found for row in at.rows):
+        rows = [row for at in found for of_variant in at.rows.values() for row in of_variant]
+        if error is None and not any(row.valid for row in rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
         if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {known.problem}.")
         return Findings(
-            [row for at in found for row in at.rows],
+            rows,
             status=status,
             error=error,
             ceilings=known.ceilings,
             notes=notes,
-            error_gates=[gate for at in found for gate in at.gates],
+            error_gates=[gate for at in found for gate in at.gates.values()],
             procedure=PROCEDURE,
         )
 
@@ -179,53 +161,47 @@ class KernelSweep(Experiment):
         steps.next(point.name)
         gc.collect()  # of the point before
         torch.manual_seed(self.settings.seed)
-        case, at = self._case(point, device), _At(point, device)
+        case, at, base = self._case(point, device), _At(point, device), self.spec.baseline
         variants = [variant for variant in self.spec.variants if variant in case.variants]
-        fewest = min((case.work_of(variant).bytes for variant in variants), default=case.work.bytes)
-        copies = copies_needed(fewest, device)
-        timers: dict[str, Timer | ApartTimer] = {}
+        copies = copies_needed(min(case.work(variant).bytes for variant in ("", *variants)), device)
         with at.costing_only(*variants):
             case.allocate(copies)
         for variant in [variant for variant in variants if variant not in at.failed]:
             with at.costing_only(variant):
                 if variant in case.apart:
-                    timers[variant], error = apart.prepare(case, variant, self.settings.seed)
+                    at.timers[variant], error = apart.prepare(case, variant, self.settings.seed)
                 else:
                     implementation = case.implementation(variant)
                     error = case.error(implementation.run(0))
-                    timers[variant] = prepare(implementation, copies, device)
-                at.gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
+                    at.timers[variant] = prepare(implementation, copies, device)
+                at.gates[variant] = ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE)
         # The second arm is captured anew, as each variant is, and is there at every point: in the sweeps as they stand
         # the baseline's bursts are 1 to 18 % of a run, whose time goes into inputs, compiling and the checks of errors.
-        if self.aa is not None and self.spec.baseline in timers:
+        if self.aa is not None and base in at.timers:
             with at.costing_only(self.aa):
-                timers[self.aa] = (
-                    timers[self.spec.baseline]  # whose process has one timer
-                    if self.spec.baseline in case.apart
-                    else prepare(case.implementation(self.spec.baseline), copies, device)
-                )
-        if not timers and not at.failed:
+                again = None if base in case.apart else prepare(case.implementation(base), copies, device)
+                at.timers[self.aa] = again or at.timers[base]  # of another process, which has one timer
+        if not at.timers and not at.failed:
             reasons = "; ".join(f"{variant}: {why}" for variant, why in at.absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
         for repeat in range(self.settings.repeats):
-            for variant in (v for v in stats.abba(list(timers), repeat) if v not in at.failed):
+            for variant in stats.abba(list(at.timers), repeat):
                 with at.costing_only(variant):
-                    values = _values(
-                        timers[variant].sample_us(), case.work_of(self.of_arm(variant)), self.spec.dtype, limits
-                    )
-                    at.rows += [
+                    work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
+                    values = _values(time_us, work, self.spec.dtype, limits)
+                    at.rows[variant] += [
                         Row(variant, point.name, repeat, name, values[name], metric.unit)
                         for name, metric in self.metrics.items()
                         if name in values
                     ]
-        at.rows = [row for row in at.rows if row.variant not in at.failed] + [
-            Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
-            for variant, why in at.failed.items()
-            for name, metric in self.metrics.items()
-        ]
-        at.gates = [gate for gate in at.gates if gate.variant not in at.failed]
-        called = [v for v, timer in timers.items() if device.type == "cuda" and not timer.captured]
-        at.called = [v for v in called if v not in (self.aa, *at.failed)]
+        for variant, why in at.failed.items():
+            at.rows[variant] = [
+                Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
+                for name, metric in self.metrics.items()
+            ]
+        on_gpu = device.type == "cuda"
+        at.called = [v for v, timer in at.timers.items() if on_gpu and not timer.captured and v != self.aa]
+        at.timers.clear()  # which hold inputs
         found.append(at)
 
     def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
@@ -245,21 +221,16 @@ class CudaLost(MiniInferError):
 
 @dataclass
 class _At:
-    """What is found at one point.
-
-    Attributes:
-        absent: implementation -> why it cannot run here.
-        failed: implementation -> the error that it raised.
-        called: those that could not be captured.
-    """
+    """What is found at one point, by implementation."""
 
     point: Point
     device: torch.device
-    rows: list[Row] = field(default_factory=list)
-    gates: list[ErrorGate] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    called: list[str] = field(default_factory=list)
+    timers: dict[str, Timer] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=partial(defaultdict, list))
+    gates: dict[str, ErrorGate] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)  # why it cannot run here
+    failed: dict[str, str] = field(default_factory=dict)  # the error that it raised; nothing else is kept of it
+    called: Sequence[str] = ()  # those that could not be captured
 
     @contextmanager
     def costing_only(self, *variants: str) -> Iterator[None]:
@@ -269,13 +240,17 @@ class _At:
         except VariantAbsent as why:
             self.absent |= dict.fromkeys(variants, str(why))
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            reason = f"failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             if _is_lost(self.device):
                 raise CudaLost(
-                    f"{', '.join(variants)} at {self.point.name} failed with {reason}. After that the GPU takes no "
-                    "more work from this process, so the rest is not measured"
+                    f"{', '.join(variants)} at {self.point.name} {reason}. After that the GPU takes no more work from "
+                    "this process, so the rest is not measured"
                 ) from error
-            self.failed |= dict.fromkeys(variants, f"it failed with {reason}")
+            self.failed |= dict.fromkeys(variants, f"it {reason}")
+            for variant in variants:
+                self.timers.pop(variant, None)
+                self.rows.pop(variant, None)
+                self.gates.pop(variant, None)
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -293,9 +268,9 @@ def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:
     several = len({sweep.case for sweep in sweeps}) > 1
     found: dict[str, tuple[Point, Sweep]] = {}
     for sweep in sweeps:
+        own = {"case": sweep.case} if several else {}
         for shape in points.grid(sweep.shapes):
-            values = {**({"case": sweep.case} if several else {}), **shape.values}
-            name = f"{sweep.case if several else ''} {shape.name}".strip()
+            values, name = {**own, **shape.values}, " ".join([*own.values(), *filter(None, [shape.name])])
             if name in found:
                 raise ConfigError(f"experiment.sweeps has the point {name!r} twice")
             found[name] = (Point(name, values, shape.labels), sweep)

@@ -74,34 +74,22 @@ PREVIEW = 2  # windows of calibration text by which the sweep of sensitivity cho
 
 @dataclass(frozen=True)
 class QuantizationSpec(ExperimentSpec):
-    """
-    Attributes:
-        variants: name -> label, and settings of a Recipe; or kv: fp8, with weights as they are; or dtype: bfloat16,
-            with nothing quantized.
-        single: variants that are also measured with one layer quantized at a time, with one kind of linear layer, and
-            with those left alone that mind most.
-        parts: those kinds: "down" is the layers called down_proj.
-        left: shares of the weights that are left alone.
-        samples, length: calibration sequences, and tokens of each.
-        windows, window_tokens: of held-out text, read teacher-forced; others in each process and repeat.
-        few_windows: so many of them are enough where a layer or a kind is quantized alone.
-        prompts, prompt_tokens, new_tokens: continued greedily, from the last prompt_tokens on.
-        beside: what another experiment has measured of the same schemes, for the page.
-    """
-
+    # Name -> label, and settings of a Recipe; or kv: fp8, with weights as they are; or dtype: bfloat16.
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Those that are also measured with one layer quantized at a time, with one kind of linear layer, and with those
+    # left alone that mind most.
     single: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    left: tuple[float, ...] = ()
-    samples: Count = 64
-    length: Count = 512
-    windows: Count = 24
+    parts: tuple[str, ...] = ()  # these kinds: "down" is the layers called down_proj
+    left: tuple[float, ...] = ()  # shares of the weights that are left alone
+    samples: Count = 64  # calibration sequences
+    length: Count = 512  # tokens of each
+    windows: Count = 24  # of held-out text, read teacher-forced; others in each process and repeat
     window_tokens: Count = 512
-    few_windows: Count = 4
-    prompts: Count = 16
-    prompt_tokens: Count = 96
+    few_windows: Count = 4  # are enough where a layer or a kind is quantized alone
+    prompts: Count = 16  # continued greedily
+    prompt_tokens: Count = 96  # the last ones of each
     new_tokens: Count = 64
-    beside: tuple[Beside, ...] = ()
+    beside: tuple[Beside, ...] = ()  # what another experiment has measured of the same schemes, for the page
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +189,6 @@ class Quantization(Probe):
 
 
 def _loaded_bytes(config: ModelConfig) -> int:
-    """The memory that the weights lie in, once they are loaded."""
     model = load_model(config, load_spec(config), torch.bfloat16, CPU)
     stores = [weight.untyped_storage() for weight in model.parameters()]
     return sum({store.data_ptr(): store.nbytes() for store in stores}.values())

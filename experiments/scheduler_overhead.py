@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import correlation, linear_regression
 from typing import Any
 
 import numpy as np
@@ -49,23 +50,13 @@ METRICS = {
 
 @dataclass(frozen=True)
 class OverheadSpec(ExperimentSpec):
-    """
-    Attributes:
-        running: numbers of running requests.
-        steps: timed steps at each of them; a P99 takes 1,000.
-        prompt_tokens: lengths of prompts that the prefix cache knows.
-        matches: timed prompts of each length.
-        waiting: numbers of requests that queue behind `waiting_running` running ones.
-        rows: of plans that another rank's process is told.
-    """
-
-    running: tuple[Count, ...] = (16, 64, 128, 256, 512)
-    steps: Count = 1000
-    prompt_tokens: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)
-    matches: Count = 50
-    waiting: tuple[Count, ...] = (10, 1_000, 100_000)
-    waiting_running: Count = 256
-    rows: tuple[Count, ...] = (1, 64, 256)
+    running: tuple[Count, ...] = (16, 64, 128, 256, 512)  # numbers of running requests
+    steps: Count = 1000  # timed at each of them; a P99 takes 1,000
+    prompt_tokens: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)  # of prompts that the prefix cache knows
+    matches: Count = 50  # timed prompts of each length
+    waiting: tuple[Count, ...] = (10, 1_000, 100_000)  # numbers of requests that queue behind running ones
+    waiting_running: Count = 256  # which are so many
+    rows: tuple[Count, ...] = (1, 64, 256)  # of plans that another rank's process is told
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +98,8 @@ class SchedulerOverhead(Probe):
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
         by_running = {running[row.point]: row.value for row in found if row.metric == "step_us"}
-        slope, r_squared = stats.fit_line(list(by_running), list(by_running.values()))
+        x, y = list(by_running), list(by_running.values())
+        slope, r_squared = linear_regression(x, y).slope, correlation(x, y) ** 2
         return [(VARIANT, self._fit, {"us_per_request": slope, "r_squared": r_squared})]
 
     def _steps_by_running(self, point: Point) -> dict[str, float | None]:

@@ -55,20 +55,11 @@ METRICS = {
 
 @dataclass(frozen=True)
 class SpeedSpec(ExperimentSpec):
-    """
-    Attributes:
-        replicas: sizes of clusters.
-        cells: routers, each with its share of the replicas and of the requests, in a process of its own.
-        rate_per_s: of requests to each replica.
-        simulated_s: for which requests come, at each size.
-        prompt_tokens, output_tokens: means of their lengths, which are exponentially distributed.
-    """
-
-    replicas: tuple[Count, ...] = (1, 8, 64)
-    cells: Count = 2
-    rate_per_s: Positive = 3.125
-    simulated_s: Positive = 3600.0
-    prompt_tokens: Count = 1155
+    replicas: tuple[Count, ...] = (1, 8, 64)  # sizes of clusters
+    cells: Count = 2  # routers, each with its share of replicas and requests, in a process of its own
+    rate_per_s: Positive = 3.125  # of requests to each replica
+    simulated_s: Positive = 3600.0  # for which requests come, at each size
+    prompt_tokens: Count = 1155  # means of exponential distributions
     output_tokens: Count = 211
 
 
@@ -152,5 +143,4 @@ def _load(
 
 
 def _peak_mib() -> float:
-    """Of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import csv
 import json
 import random
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pandas
 import psutil
 
 from mini_infer.cli.chat import own_server
@@ -77,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     with own_server(["--dry-run", "--scheduler.max_num_seqs", "16", *serve_flags]) as url:
         seen = asyncio.run(_soak(url, args.minutes * 60))
         failures = [*seen.failures(), *_what_is_left(url)]
-    _store(seen, args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(seen.rows).to_csv(args.out, index=False)
     print(f"{sum(seen.outcomes.values())} requests: " + ", ".join(f"{k} {v}" for k, v in sorted(seen.outcomes.items())))
     print(f"memory over time: {args.out}")
     for failure in failures:
@@ -192,14 +193,6 @@ def _metrics(text: bytes) -> dict[str, float]:
 def _open(url: str, path: str) -> bytes:
     with urllib.request.urlopen(url + path, timeout=10) as response:
         return response.read()
-
-
-def _store(seen: Seen, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(seen.rows[0]))
-        writer.writeheader()
-        writer.writerows(seen.rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import Missing
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.workloads.vocabulary import ModelVocabulary
+from experiments.lab.workloads.base import Vocabulary
 
 STEP_S, PROMPT_TOKEN_S = 0.005, 2e-5  # of a decode step, and more for each prompt token in it
 SPREAD = 0.01  # of a step's time: no two pauses are equal
@@ -23,7 +23,7 @@ class Request(NamedTuple):
 
 def not_shown(experiment):
     """(metric, point, why) of what claims and figures of an ablation are about, and no pass of it would show."""
-    found, vocabulary = set(), ModelVocabulary(next(iter(experiment._cells.values())).engine.model)
+    found, vocabulary = set(), Vocabulary(next(iter(experiment._cells.values())).engine.model)
     inputs = {
         point.name: experiment._cell(experiment.baseline, point).workload.make(vocabulary, 0)
         for point in experiment._grid

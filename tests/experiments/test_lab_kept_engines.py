@@ -192,7 +192,7 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
 
     class Pool:
         def open(self, kind, config):
-            opened.append(lending.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
+            opened.append(lending.Lease(SimpleNamespace(alive=True, about={}, serve=None, forget=None), lambda: None))
             return opened[-1]
 
     lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)

@@ -117,6 +117,7 @@ class Stub:
     """In place of a PeerProcess: what was started and stopped, in order."""
 
     log: list[str] = []  # noqa: RUF012
+    serve = None  # which nobody asks for
 
     def __init__(self, name, module, config, settings, **more):
         if config.seed == 99:

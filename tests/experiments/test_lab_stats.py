@@ -156,8 +156,3 @@ def test_a_ratio_takes_the_pairs_that_there_are():
 )
 def test_percentiles_need_ten_samples_beyond_them(n, q, shown):
     assert (stats.percentile(list(range(n)), q) is not None) == shown
-
-
-def test_a_straight_line_is_found():
-    assert stats.fit_line([1, 2, 3, 4], [5, 7, 9, 11]) == pytest.approx((2, 1))
-    assert stats.fit_line([1, 2, 3, 4], [1, -1, 1, -1])[1] < 0.5

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -139,7 +140,7 @@ def test_it_is_asked_what_our_kernels_are(monkeypatch, case, more):
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", stand_in())
     shape = {"heads": "4/2", "head_dim": 16, "batch": 3, "length": 50, **more}
     peer = apart.KernelPeer()
-    assert peer.prepare(case, shape, torch.float32, "fa3", 0, "cpu")[1] < 1e-5
+    assert peer.prepare(partial(case, shape, torch.float32, torch.device("cpu")), "fa3", 0)[1] < 1e-5
     assert peer.sample_us() > 0
 
 
@@ -164,7 +165,9 @@ def test_a_plan_that_is_used_up_is_no_fast_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
     shape = {"heads": "4/2", "head_dim": 16, "batch": 1, "length": 20}
-    assert apart.KernelPeer().prepare(FlashDecode, shape, torch.float32, "fa3", 0, "cpu")[1] > 0.5
+    assert (
+        apart.KernelPeer().prepare(partial(FlashDecode, shape, torch.float32, torch.device("cpu")), "fa3", 0)[1] > 0.5
+    )
 
 
 def test_without_vllm_it_is_absent(monkeypatch, tmp_path):

@@ -21,8 +21,7 @@ from experiments.lab.workloads import (
     prompt_lengths,
 )
 from experiments.lab.workloads import text as text_workload
-from experiments.lab.workloads.base import OPEN_LOOP_WARMUP, gamma_times
-from experiments.lab.workloads.vocabulary import ModelVocabulary
+from experiments.lab.workloads.base import OPEN_LOOP_WARMUP, Vocabulary, gamma_times
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 
@@ -254,7 +253,7 @@ def test_turns_wait_for_their_answers_and_only_first_ones_are_scheduled():
 
 def test_text_prompts_are_held_out_code_of_unequal_lengths():
     load = Text(count=16, min_prompt_tokens=32, max_prompt_tokens=160, min_output_tokens=2, max_output_tokens=9)
-    vocabulary = ModelVocabulary(ModelConfig())
+    vocabulary = Vocabulary(ModelConfig())
     inputs = load.make(vocabulary, seed=0)
     lengths = [len(item.prompt) for item in inputs.measured]
     assert len(inputs.measured) == 16
@@ -400,11 +399,11 @@ def test_a_text_that_is_longer_in_another_vocabulary_is_refused():
 
 
 def test_the_vocabulary_knows_the_models_length():
-    assert ModelVocabulary(ModelConfig()).max_model_len == 2048
-    assert ModelVocabulary(ModelConfig(max_model_len=100)).max_model_len == 100
+    assert Vocabulary(ModelConfig()).max_model_len == 2048
+    assert Vocabulary(ModelConfig(max_model_len=100)).max_model_len == 100
     dry = ModelConfig(load_format=LoadFormat.dry, dry=DryConfig(max_model_len=300))
-    assert ModelVocabulary(dry).max_model_len == 300
-    assert ModelVocabulary(dataclasses.replace(dry, max_model_len=200)).max_model_len == 200
+    assert Vocabulary(dry).max_model_len == 300
+    assert Vocabulary(dataclasses.replace(dry, max_model_len=200)).max_model_len == 200
 
 
 def test_every_file_in_conf_makes_the_kind_it_names(compose_config):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate, Gate
@@ -69,7 +70,7 @@ class Judgement:
     claim: Claim
     verdict: Verdict
     estimate: stats.Estimate | None
-    reason: str  # why it is inconclusive; empty otherwise
+    reason: str = ""  # why it is inconclusive
 
 
 def resolve_all(
@@ -93,18 +94,17 @@ def resolve_all(
             raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
         if spec.everywhere and (spec.at or spec.against):
             raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
+        to = spec.variant if spec.against else spec.to or baseline
+        if bound.is_ratio and not spec.against and (to == spec.variant or to not in variants):
+            raise ConfigError(
+                f"{where}: a ratio needs a baseline, another variant in `to`, or `against: {{key: value}}` for another "
+                "point"
+            )
         for point in points if spec.everywhere else [find_point(points, spec.at, f"{where}.at")]:
             reference: tuple[str | None, str | None] = (None, None)
-            if bound.is_ratio and spec.against:
-                reference = spec.variant, find_point(points, spec.against, f"{where}.against").name
-            elif bound.is_ratio:
-                to = spec.to or baseline
-                if to == spec.variant or to not in variants:
-                    raise ConfigError(
-                        f"{where}: a ratio needs a baseline, another variant in `to`, or `against: {{key: value}}` for "
-                        "another point"
-                    )
-                reference = to, point.name
+            if bound.is_ratio:
+                other = find_point(points, spec.against, f"{where}.against") if spec.against else point
+                reference = to, other.name
             found.append(
                 Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
             )
@@ -135,43 +135,34 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
 
 def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: bool = False) -> Judgement:
     """`share`: the metric lies between 0 and 1."""
-    values = table.values(claim.variant, claim.point, claim.metric)
-    for gate in gates:
-        if not gate.passed and gate.covers(claim.variant, claim.point):
-            return _inconclusive(claim, None, f"{_why(gate)}, so its speed does not count")
-        if not gate.passed and gate.covers(str(claim.reference_variant), str(claim.reference_point)):
-            return _inconclusive(claim, None, f"what it is compared with does not count: {_why(gate)}")
+    inconclusive = partial(Judgement, claim, Verdict.inconclusive)
+    cells = (claim.variant, claim.point), (str(claim.reference_variant), str(claim.reference_point))
+    for gate in (gate for gate in gates if not gate.passed):
+        why = "its tokens differ from the baseline's"
+        if isinstance(gate, ErrorGate):
+            why = f"its numbers are too far from {gate.against}"
+        if gate.covers(*cells[0]):
+            return inconclusive(None, f"{why}, so its speed does not count")
+        if gate.covers(*cells[1]):
+            return inconclusive(None, f"what it is compared with does not count: {why}")
+    values, reference = (table.values(*cell, claim.metric) for cell in cells)
     if claim.bound.is_ratio:
-        reference = table.values(str(claim.reference_variant), str(claim.reference_point), claim.metric)
         found = stats.ratio(values, reference)
     else:
         found = stats.absolute(values, share) if values else None
     if found is None:
-        return _inconclusive(claim, None, _why_none(claim, table))
+        absent = [
+            f"not measured, because {variant} is absent" for variant, point in cells if (variant, point) in table.absent
+        ]
+        if not (stats.in_range(values) and stats.in_range(reference)):
+            return inconclusive(None, "the knee lies outside of the searched range, which tells no ratio")
+        return inconclusive(None, (absent or ["no valid measurement"])[0])
     if found.low is None or found.high is None:
-        return _inconclusive(claim, found, "one repeat has no interval")
+        return inconclusive(found, "one repeat has no interval")
     least = claim.value if claim.bound.is_floor or claim.upper is not None else -math.inf
     most = claim.upper if claim.upper is not None else math.inf if claim.bound.is_floor else claim.value
     if found.high < least or found.low > most:
-        return Judgement(claim, Verdict.refuted, found, "")
+        return Judgement(claim, Verdict.refuted, found)
     if least <= found.low and found.high <= most:
-        return Judgement(claim, Verdict.supported, found, "")
-    return _inconclusive(claim, found, f"the interval holds {'a' if claim.upper else 'the'} bound")
-
-
-def _why(gate: Gate | ErrorGate) -> str:
-    if isinstance(gate, ErrorGate):
-        return f"its numbers are too far from {gate.against}"
-    return "its tokens differ from the baseline's"
-
-
-def _why_none(claim: Claim, table: Table) -> str:
-    cells = (claim.variant, claim.point), (str(claim.reference_variant), str(claim.reference_point))
-    absent = [cell[0] for cell in cells if cell in table.absent]
-    if not all(stats.in_range(table.values(*cell, claim.metric)) for cell in cells):
-        return "the knee lies outside of the searched range, which tells no ratio"
-    return f"not measured, because {absent[0]} is absent" if absent else "no valid measurement"
-
-
-def _inconclusive(claim: Claim, found: stats.Estimate | None, reason: str) -> Judgement:
-    return Judgement(claim, Verdict.inconclusive, found, reason)
+        return Judgement(claim, Verdict.supported, found)
+    return inconclusive(found, f"the interval holds {'a' if claim.upper else 'the'} bound")

@@ -1,14 +1,9 @@
 """Metrics of speculation: what becomes of drafts, and what Leviathan's formula says of a pass beforehand.
 
-The prediction takes two things: the pass's own rate of acceptance, and costs that were measured outside it, when the
-engine started (`Served.step_costs`). Step by step, over those without prompts,
-
-    tokens    rows + a for each row's first draft + a^2 for its second ...: where all have k, rows (1 + a + ... + a^k)
-    seconds   of a step with so many rows and drafts, proposing included, from the table
-
-and their ratio is the formula's tokens a second: expected tokens / (k c + v) of a step without drafts. With overlap
-some rows are of requests that have ended by then: they take their time, and their tokens, which nobody gets, do not
-count.
+The prediction takes the pass's own rate of acceptance, a, and costs that were measured when the engine started
+(`Served.step_costs`). Over steps without prompts, expected tokens (of a row with k drafts 1 + a + ... + a^k) are
+divided by the seconds that steps with so many rows and drafts take. With overlap some rows are of requests that have
+ended by then: they take their time, and their tokens, which nobody gets, do not count.
 """
 
 from __future__ import annotations
@@ -28,9 +23,6 @@ NO_DRAFT_MODEL = Missing("no draft model proposes", applies=False)
 NO_COSTS = Missing("what its steps cost was not measured when the engine started", applies=False)
 Records = Sequence[StepRecord]
 Count = Callable[[Records], float]
-
-
-# ------------------------------------------------------------------------------------------------ what became of drafts
 
 
 def _accepted(records: Records) -> int:
@@ -69,9 +61,6 @@ def _draft_time_share(served: Served) -> float | Missing:
         return NO_DRAFTS
     proposing = sum(record.draft_s for record in drafting)
     return proposing / _seconds(drafting) if proposing else NO_DRAFT_MODEL
-
-
-# ------------------------------------------------------------------------------------------------------- the prediction
 
 
 def expected_tokens(acceptance: float, k: int) -> float:

@@ -1,20 +1,6 @@
-"""The gate of tokens: what a variant answers under load, with memory short, is what each request gets alone.
-
-    the variant's settings   serve all requests at once, through the real scheduler       tokens, log-probabilities
-    a plain engine           serves them one by one: no prefix cache, no chunks,           equal to the last one
-                             no overlap, no graphs, no drafts, in one process
-
-Half of the requests are greedy, half are drawn at random by their own seeds and truncated; no token may be one that the
-request's own parameters exclude. On a GPU both engines compute in batch-invariant numerics, where equal means equal to
-the bit; on a CPU in fp32, whose sums come out alike often enough for every token to be equal.
-
-Two kinds of requests are asked of what is timed:
-    the workload's own, at each point, of a model of the true shape with random weights and few layers (on a GPU: on a
-    CPU the timed passes themselves are compared);
-    `probes`, of a shipped model, whose weights are trained: what mechanisms are known to get wrong (equal blocks
-    behind different beginnings, prompts that end near a chunk's or a block's end), in small chunks, with hardly any
-    memory.
-"""
+"""The gate of tokens: what a variant answers under load, with memory short, is what each request gets alone, of a plain
+engine with every mechanism off. docs/metrics.md says which requests are asked, and of which model. On a CPU engines
+compute in fp32, whose sums come out alike often enough for every token to be equal."""
 
 from __future__ import annotations
 
@@ -22,6 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import cycle, zip_longest
 from typing import Any
 
 import numpy as np
@@ -60,13 +47,11 @@ Answers = list[Answer]
 
 
 class ExactGate:
-    """`device`, that the variants are measured on, is "cuda" or "cpu"."""
-
     def __init__(self, device: str) -> None:
-        self.device = device
-        self._on_gpu = device == "cuda"
+        """`device`, that the variants are measured on, is "cuda" or "cpu"."""
+        self.device, self._on_gpu = device, device == "cuda"
         self._how = "; batch-invariant numerics, to the bit" if self._on_gpu else ""
-        self._alone: list[tuple[EngineConfig, Question, Answer]] = []
+        self._alone: dict[str, Answer] = {}  # of a plain engine, by its config and the question
 
     def of_own(
         self, variant: str, point: str, config: EngineConfig, prime: Sequence[Item], items: Sequence[Item]
@@ -104,28 +89,25 @@ class ExactGate:
 
     def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> Tokens:
         """Tokens, or what stands for them. On a CPU log-probabilities' last bits depend on the company: none count."""
-
-        def told(params: SamplingParams, at: int, token: int, logprobs: TokenLogprob | None, own: Answer) -> int:
-            if _excluded(params, logprobs):
-                return EXCLUDED
-            same = not self._on_gpu or at >= len(own) or own[at][0] != token or own[at][1] == logprobs
-            return token if same else OTHER_LOGPROBS
-
-        return [
-            [told(params, at, token, logprobs, own) for at, (token, logprobs) in enumerate(answer)]
-            for (_, params), answer, own in zip(questions, answers, expected, strict=True)
-        ]
+        found = []
+        for (_, params), answer, own in zip(questions, answers, expected, strict=True):
+            alone = dict(enumerate(own))
+            found.append([token for token, _ in answer])
+            for at, (token, logprobs) in enumerate(answer):
+                if _excluded(params, logprobs):
+                    found[-1][at] = EXCLUDED
+                elif self._on_gpu and alone.get(at, answer[at]) != (token, logprobs) and alone[at][0] == token:
+                    found[-1][at] = OTHER_LOGPROBS
+        return found
 
     def _expected(self, config: EngineConfig, questions: list[Question]) -> Answers:
         """Each question is asked once of the same engine."""
-        known = [(asked, answer) for other, asked, answer in self._alone if other == config]
-        new = [question for question in questions if all(asked != question for asked, _ in known)]
+        keys = [repr((config, question)) for question in questions]
+        new = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._alone}
         if new:
             with closing(LLMEngine(config)) as engine:
-                found = [(question, _answers(engine, [question])[0]) for question in new]
-            known += found
-            self._alone += [(config, *each) for each in found]
-        return [next(answer for asked, answer in known if asked == question) for question in questions]
+                self._alone |= {key: _answers(engine, [question])[0] for key, question in new.items()}
+        return [self._alone[key] for key in keys]
 
 
 def plain(config: EngineConfig) -> EngineConfig:
@@ -155,12 +137,10 @@ def probes(whole: bool = False) -> list[Question]:
 
 
 def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:
-    found = []
-    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        most = min(length, MOST_TOKENS)
-        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
-        found.append((prompt, params))
-    return found
+    return [
+        (prompt, SamplingParams(max_tokens=min(length, MOST_TOKENS), ignore_eos=True, seed=index, **kind))
+        for index, (prompt, length, kind) in enumerate(zip(prompts, lengths, cycle(KINDS), strict=False))
+    ]
 
 
 def _shrunk(config: EngineConfig) -> EngineConfig:
@@ -177,7 +157,9 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 
 def _stressed(config: EngineConfig) -> EngineConfig:
     """The variant's mechanisms around a shipped model, in small chunks; memory for two or three of the longest."""
-    shipped = MIXTURE if _is_mixture(config.model) else MODEL
+    spec = load_spec(replace(config.model, load_format=LoadFormat.dummy))  # which asks for no weights
+    mixture = isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
+    shipped = MIXTURE if mixture else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)
     if speculation.has_draft_model:
@@ -199,12 +181,6 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _is_mixture(model: ModelConfig) -> bool:
-    """Whether it has experts, or latents."""
-    spec = load_spec(replace(model, load_format=LoadFormat.dummy))  # which asks for no weights
-    return isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
-
-
 def _random(lora: LoraConfig) -> LoraConfig:
     """Adapters in folders are of the true model: as many random ones stand for them."""
     return replace(lora, adapters={}, dummy=lora.dummy + len(lora.adapters))
@@ -222,10 +198,8 @@ def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
     names = list(engine.adapters)  # whoever asks has the same one alone and in company
     adapters = [names[(params.seed or 0) % len(names)] for _, params in questions] if names else None
     prompts, params = [prompt for prompt, _ in questions], [params for _, params in questions]
-    outputs = engine.generate(prompts, params, adapters=adapters)
-    done = [output.outputs[0] for output in outputs]
-    nothing: Sequence[None] = [None] * MOST_TOKENS
-    return [list(zip(each.token_ids, each.logprobs or nothing[: len(each.token_ids)], strict=True)) for each in done]
+    done = [output.outputs[0] for output in engine.generate(prompts, params, adapters=adapters)]
+    return [list(zip_longest(each.token_ids, each.logprobs or ())) for each in done]
 
 
 def _excluded(params: SamplingParams, entry: TokenLogprob | None) -> bool:

@@ -61,9 +61,6 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
     def at(served: Served) -> list[tuple[Hashable, float]]:
         return [(moment, sample) for moment, sample in samples(served) if sample is not None]
 
-    def average(served: Served, context: Context) -> float | Missing:
-        return _mean([1e3 * sample for _, sample in at(served)])
-
     def percentile(q: int) -> Compute:
         def compute(served: Served, context: Context) -> float | Missing:
             found = at(served)
@@ -80,14 +77,16 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
 
         return compute
 
-    found = {f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, average)}
+    found = {
+        f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, lambda s, c: _mean([1e3 * x for _, x in at(s)]))
+    }
     for q in PERCENTILES:
         label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
         found[f"{key}_p{q}_ms"] = of_requests(label, "ms", LOWER, percentile(q))
     return found
 
 
-def _mean(values: Sequence[float], count: int | None = None, missing: Missing = NOTHING) -> float | Missing:
+def _mean(values: Sequence[float], count: float | None = None, missing: Missing = NOTHING) -> float | Missing:
     """Over their number, or another `count`; `missing` where that is 0."""
     count = len(values) if count is None else count
     return sum(values) / count if count else missing
@@ -124,28 +123,26 @@ def _completed(served: Served) -> float:
 def _hit_rate(served: Served, context: Context) -> float | Missing:
     if not served.records and not (served.host and served.host.tells_cached):
         return NOT_A_PEERS
-    asked = sum(request.prompt_tokens for request in served.requests)
-    return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
+    return _mean([request.cached_tokens for request in served.requests], _asked(served))
+
+
+def _asked(served: Served) -> int:
+    return sum(request.prompt_tokens for request in served.requests)
 
 
 def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Value:
     """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
 
     def compute(served: Served) -> float | Missing:
-        lasted = [record.end_time - record.start_time for record in served.records]
-        below = sum(t * per(record) for t, record in zip(lasted, served.records, strict=True))
-        above = sum(t * value(record) for t, record in zip(lasted, served.records, strict=True))
+        lasted = [(record.end_time - record.start_time, record) for record in served.records]
+        above, below = (sum(t * of(record) for t, record in lasted) for of in (value, per))
         return above / below if below > 0 else NOTHING
 
     return compute
 
 
 def _hits(tokens: Callable[[StepRecord], int]) -> Value:
-    def compute(served: Served) -> float | Missing:
-        asked = sum(request.prompt_tokens for request in served.requests)
-        return sum(tokens(record) for record in served.records) / asked if asked else NOTHING
-
-    return compute
+    return lambda served: _mean([tokens(record) for record in served.records], _asked(served))
 
 
 def _of_exchanges(
@@ -155,8 +152,7 @@ def _of_exchanges(
 
     def compute(served: Served) -> float | Missing:
         found = [record.expert_traffic for record in served.records if record.expert_traffic is not None]
-        below = sum(map(per, found))
-        return sum(map(value, found)) / below if below else NOT_EXCHANGED
+        return _mean([value(traffic) for traffic in found], sum(map(per, found)), NOT_EXCHANGED)
 
     return compute
 
@@ -173,10 +169,8 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     """A streamed token."""
 
     def compute(served: Served, host: HostUse) -> float | Missing:
-        used, tokens = seconds(host), _all_tokens(served)  # the time is that of the whole pass
-        if used is None:
-            return NOT_TOLD
-        return 1e6 * used / tokens if tokens else NOTHING
+        used = seconds(host)  # of the whole pass
+        return NOT_TOLD if used is None else _mean([1e6 * used], _all_tokens(served))
 
     return _over_http(compute)
 

@@ -83,9 +83,5 @@ def compare(variant: str, point: str, right: Tokens, found: Tokens, against: str
         equal += position
         total += len(expected)
         if first is None and (position < len(expected) or position < len(got)):
-            first = Difference(index, position, _at(expected, position), _at(got, position))
+            first = Difference(index, position, *(dict(enumerate(each)).get(position) for each in (expected, got)))
     return Gate(variant, point, equal, total, first, against)
-
-
-def _at(tokens: Sequence[int], position: int) -> int | None:
-    return tokens[position] if position < len(tokens) else None

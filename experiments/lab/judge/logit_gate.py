@@ -8,9 +8,6 @@ generates greedily are decoded one by one, by both alike:
     prompt of n tokens | t1 t2 ... tk        both prefill n tokens, then decode t1 ... tk
                        ^  ^       ^          and are compared after each: ||x - reference|| / ||reference||
 
-The variant does so twice: with one row a decode step, and with the rows of all prompts in each. For the reference a row
-is the same in any company.
-
 Where a scheme rounds activations before each product, both do, and where theirs lie on two sides of a tie their codes
 differ. Rounded to steps of D, x and x + d differ by d^2 + f (1 - f) D^2 in the mean square, where f is what |d| has
 beyond whole steps: at most d^2 + D^2 / 4. Rounding itself has a mean square of D^2 / 12. So the square of the error may
@@ -42,7 +39,6 @@ from mini_infer.core.speculation_config import SpeculationConfig
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
 from mini_infer.modeling.model_files import read_json, resolve_folder
-from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.torch_model import TorchModel
 
 LAYERS = 2
@@ -52,39 +48,32 @@ LENGTH = 2048  # tokens that the model takes, at most
 SEQUENCES = 4  # that the engine could hold at once
 
 
+Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
+
+
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a reference gives.
+    """What a reference gives."""
 
-    rows: of each prompt the tokens, with those that the reference generated behind it, and how many are the prompt's.
-    logits: [n, vocab_size] float32, of the rows one after the other.
-    rounding: the largest relative error of a row of them without the rounding of activations, which others have too; 0
-        where nothing is rounded.
-    """
-
-    rows: Sequence[Probed]
-    logits: Tensor
-    rounding: float
+    rows: Sequence[Probed]  # behind each prompt what the reference generated
+    logits: Tensor  # [n, vocab_size] float32, of the rows one after the other
+    rounding: float  # the largest relative error of a row without the rounding of activations; 0 where nothing is
 
 
 def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
     """One a variant. Variants that differ in nothing that the gate looks at are computed once, and so is what those
     with one reference are compared with."""
-    known: list[tuple[EngineConfig, ErrorGate]] = []
-    references: list[tuple[EngineConfig, Expected]] = []
+    known: dict[str, ErrorGate] = {}
+    references: dict[str, Expected] = {}
     found = []
     for variant, config in variants.items():
         small = shrunk(config)
-        gate = next((gate for other, gate in known if other == small), None)
-        if gate is None:
+        if repr(small) not in known:
             exact = reference(small)
-            expected = next((expected for other, expected in references if other == exact), None)
-            if expected is None:
-                expected = expect(exact)
-                references.append((exact, expected))
-            gate = measure(small, expected, allowed)
-            known.append((small, gate))
-        found.append(replace(gate, variant=variant))
+            if repr(exact) not in references:
+                references[repr(exact)] = expect(exact)
+            known[repr(small)] = measure(small, references[repr(exact)], allowed)
+        found.append(replace(known[repr(small)], variant=variant))
     return found
 
 
@@ -151,19 +140,16 @@ def measure(config: EngineConfig, expected: Expected, allowed: float) -> ErrorGa
         alone = torch.cat([probe_logits(engine, *row) for row in rows])
         together = torch.cat(probe_batch(engine, rows))
     told = ", ".join(f"{length:,}" for _, length in rows)
-    against = (
-        f"sdpa in fp32 ({LAYERS} layers; prefill of {told} tokens, then {STEPS} decode steps of 1 row and of "
-        f"{len(rows)} rows)"
-    )
+    steps = f"{STEPS} decode steps of 1 row and of {len(rows)} rows"
+    against = f"sdpa in fp32 ({LAYERS} layers; prefill of {told} tokens, then {steps})"
     allowed = math.hypot(allowed, math.sqrt(3) * expected.rounding)
-    return compare(torch.cat((alone, together)), torch.cat((expected.logits, expected.logits)), allowed, against)
+    return compare(torch.cat((alone, together)), expected.logits.repeat(2, 1), allowed, against)
 
 
 def _rounding_layers(engine: LLMEngine) -> list[QuantizedLinear]:
     model = engine.executor.runner.model
     assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
-    layers = (layer for layer in model.module.modules() if isinstance(layer, Linear))
-    methods = (layer.method for layer in layers)
+    methods = (layer.method for layer in model.module.modules() if isinstance(layer, Linear))
     return [method for method in methods if isinstance(method, QuantizedLinear) and method.activations is not None]
 
 
@@ -178,9 +164,6 @@ def published(path: str) -> dict[str, Any]:
     return config
 
 
-Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
-
-
 def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:
     """`probe_batch` of one row."""
     return probe_batch(engine, [(token_ids, split)])[0]
@@ -191,16 +174,11 @@ def probe_batch(engine: LLMEngine, rows: Sequence[Probed]) -> list[Tensor]:
     (token_ids, split) the prompt token_ids[:split], alone; and then each further token in a decode step together with
     those of the other rows. It takes the first blocks of the cache, which is empty afterwards.
 
-    Returns:
-        Of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
-        token_ids[:split], behind token_ids[: split + 1], and so on.
-
-    Raises:
-        RuntimeError: requests are unfinished.
-        RequestError: there are too many rows, or too many tokens.
-    """
+    Returns of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
+    token_ids[:split], and so on. Raises RuntimeError where requests are unfinished, RequestError where there are too
+    many rows or tokens."""
     engine.core.require_idle()
-    config, most = engine.config, engine.config.scheduler.max_num_seqs
+    config, most, runner = engine.config, engine.config.scheduler.max_num_seqs, engine.executor.runner
     if not 0 < len(rows) <= most:
         raise RequestError(f"a probe takes from 1 to {most} rows (scheduler.max_num_seqs), not {len(rows)}")
     for token_ids, split in rows:
@@ -211,24 +189,19 @@ def probe_batch(engine: LLMEngine, rows: Sequence[Probed]) -> list[Tensor]:
     needed, there = sum(_blocks_of(ids, config) for ids, _ in rows), engine.startup.num_kv_blocks
     if needed > there:
         raise RequestError(f"the rows of a probe take {needed} KV blocks, and there are {there}")
+    logits: list[list[Tensor]] = [[] for _ in rows]
     try:
-        return _probe(engine.executor.runner, rows, config)
+        for plan in _plans(rows, config):
+            for req_index, start in zip(plan.req_indices, plan.starts, strict=True):
+                token_ids, split = rows[req_index]
+                if start >= split:  # the step before wrote its own choice there
+                    runner.force_token(req_index, position=start, token_id=token_ids[start])
+            runner.collect(runner.launch(plan))
+            if runner.logits is not None:
+                for req_index, row in zip(plan.req_indices, runner.logits.float().cpu(), strict=True):
+                    logits[req_index].append(row)
     finally:
         engine.core.reset()
-
-
-def _probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[Tensor]:
-    logits: list[list[Tensor]] = [[] for _ in rows]
-    for plan in _plans(rows, config):
-        for req_index, start in zip(plan.req_indices, plan.starts, strict=True):
-            token_ids, split = rows[req_index]
-            if start >= split:  # the step before wrote its own choice there
-                runner.force_token(req_index, position=start, token_id=token_ids[start])
-        step = runner.launch(plan)
-        runner.collect(step)
-        if runner.logits is not None:
-            for req_index, row in zip(plan.req_indices, runner.logits.float().cpu(), strict=True):
-                logits[req_index].append(row)
     return [torch.stack(own) for own in logits]
 
 
@@ -251,5 +224,4 @@ def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
 
 
 def _blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:
-    """Blocks that a row of these tokens takes."""
     return len(token_ids) // config.cache.block_size + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from itertools import product
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
@@ -49,15 +50,13 @@ def severalfold(result: Result) -> list[str]:
     worst: dict[str, tuple[float, str]] = {}
     left_out = (*TAILS, "floor")  # which is computed from what a step had to do, and was not measured
     names = [n for n, m in info.metrics.items() if m.unit in OF_TIME and not any(part in n for part in left_out)]
-    for variant, label in info.variants.items():
-        for point in info.points:
-            for name in names:
-                for values in stats.by_process(table.values(variant, point, name)):
-                    low, high = min(values), max(values)
-                    if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
-                        metric, at = info.metrics[name], f" at {wording.point(point)}" if point else ""
-                        text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
-                        worst[variant] = high / low, text
+    for (variant, label), point, name in product(info.variants.items(), info.points, names):
+        for values in stats.by_process(table.values(variant, point, name)):
+            low, high = min(values), max(values)
+            if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
+                metric, at = info.metrics[name], f" at {wording.point(point)}" if point else ""
+                text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
+                worst[variant] = high / low, text
     return [text for _, text in sorted(worst.values(), reverse=True)]
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import RequestTrace, Served
@@ -56,8 +57,8 @@ class SLO:
         gap to miss."""
         if request.error or request.ttft is None or request.e2e is None:
             return dict.fromkeys(self.bounds, math.inf)
-        took = {"ttft_ms": request.ttft, "tpot_ms": request.tpot or 0.0, "e2e_ms": request.e2e}
-        took["itl_ms"] = max(request.gaps, default=0.0)
+        gap = max(request.gaps, default=0.0)
+        took = {"ttft_ms": request.ttft, "tpot_ms": request.tpot or 0.0, "itl_ms": gap, "e2e_ms": request.e2e}
         return {name: 1e3 * took[name] for name in self.bounds}
 
     def used_by(self, taken: Mapping[str, float]) -> float:
@@ -105,12 +106,13 @@ class Formula:
     of_requests: bool = False  # and so can be taken of one class of them
 
 
-def of_pass(label: str, unit: str, better: Better, compute: Compute, *, share: bool = False) -> Formula:
-    return Formula(Metric(label, unit, better, share), compute)
+def of_pass(
+    label: str, unit: str, better: Better, compute: Compute, *, share: bool = False, of_requests: bool = False
+) -> Formula:
+    return Formula(Metric(label, unit, better, share), compute, of_requests)
 
 
-def of_requests(label: str, unit: str, better: Better, compute: Compute, *, share: bool = False) -> Formula:
-    return Formula(Metric(label, unit, better, share), compute, of_requests=True)
+of_requests = partial(of_pass, of_requests=True)
 
 
 def of_engine(label: str, unit: str, better: Better, value: Value, *, share: bool = False) -> Formula:

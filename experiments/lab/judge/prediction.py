@@ -49,8 +49,9 @@ def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping
     if far:
         lines.append(f"Predictions that missed by more than {MISSED:.0%}, too: {'; '.join(far)}.")
     alone = [
-        f"{_named(metric, variant, point, labels)} ({lacking} has none)"
-        for (variant, point, metric), lacking in one_sided(rows, predictions)
+        f"{_named(metric, variant, point, labels)} ({'the prediction' if measured else 'the measurement'} has none)"
+        for (variant, point, metric), predicted, measured in _pairs(rows, predictions)
+        if bool(measured) != bool(predicted)
     ]
     if alone:
         lines.append(f"{len(alone)} more could not be compared, since one side alone has a value that counts: "
@@ -60,31 +61,25 @@ def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping
 
 def misses(rows: Sequence[Row], predictions: Mapping[str, str]) -> Iterator[Miss]:
     """Of medians over what counts."""
-    values = _values(rows)
-    for (variant, point, metric), predicted in values.items():
-        measured = values.get((predictions.get(variant, ""), point, metric))
+    for (variant, point, metric), predicted, measured in _pairs(rows, predictions):
         if measured and predicted:
             left, right = stats.median(predicted), stats.median(measured)
             share = left / right - 1 if right else math.inf if left else 0.0
             yield Miss(share, metric, point, variant, left)
 
 
-def one_sided(rows: Sequence[Row], predictions: Mapping[str, str]) -> Iterator[tuple[Cell, str]]:
-    """What has a value that counts on one side alone, and which side has none."""
-    values = _values(rows)
-    for (variant, point, metric), predicted in values.items():
-        measured = values.get((predictions.get(variant, ""), point, metric))
-        if measured is not None and bool(measured) != bool(predicted):
-            yield (variant, point, metric), "the prediction" if measured else "the measurement"
-
-
-def _values(rows: Sequence[Row]) -> dict[Cell, list[float]]:
-    """Those that count, of all that was tried."""
-    found: dict[Cell, list[float]] = {}
+def _pairs(
+    rows: Sequence[Row], predictions: Mapping[str, str]
+) -> Iterator[tuple[Cell, Sequence[float], Sequence[float]]]:
+    """Of what was tried on both sides the values that count: predicted ones, and measured ones."""
+    values: dict[Cell, list[float]] = {}
     for row in rows:
         if row.metric.startswith(PREDICTED):
-            found.setdefault((row.variant, row.point, row.metric), []).extend([row.value] if row.valid else [])
-    return found
+            values.setdefault((row.variant, row.point, row.metric), []).extend([row.value] if row.valid else [])
+    for (variant, point, metric), predicted in values.items():
+        measured = values.get((predictions.get(variant, ""), point, metric))
+        if measured is not None:
+            yield (variant, point, metric), predicted, measured
 
 
 def _named(metric: str, variant: str, point: str, labels: Mapping[str, str]) -> str:

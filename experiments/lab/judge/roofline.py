@@ -13,9 +13,6 @@ A floor must be below every true time, so each count here is the least that any 
 
     floor = max(bytes / bandwidth, flops / rate)        MBU = bytes / bandwidth / measured time
                                                         MFU = flops / rate / measured time
-
-Qwen2.5-7B, one row at context 1, bf16: 14.1 GB of weights (15.2 GB less the embedding table, of which one row is read)
-at 4.45 TB/s take 3.18 ms.
 """
 
 from __future__ import annotations
@@ -70,12 +67,9 @@ class Floor:
 
 
 def work(record: StepRecord) -> StepWork:
-    """A step's work from its record.
-
-    Two things the record does not hold are counted low. A chunk of n prompt tokens is taken to look back at the
-    chunks before it once, not n times; and several prompts in one step are taken to be of equal length, which has the
-    fewest pairs. `used_slots` is counted after scheduling, so the step's own tokens are in it.
-    """
+    """What the record does not hold is counted low: a chunk of n prompt tokens is taken to look back at the chunks
+    before it once, not n times, and several prompts in one step to be of equal length, which has the fewest pairs.
+    `used_slots` is counted after scheduling, so the step's own tokens are in it."""
     rows, decode, prefill = record.decode_rows, record.verified_tokens, record.prefill_tokens
     prompts_done = max(record.sampled_tokens - record.decode_tokens - sum(record.accepted), 0)
     prefill_rows = prompts_done + record.num_prefilling
@@ -140,7 +134,6 @@ def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
 
 
 def _feed_forward(spec: FeedForwardSpec, hidden: int, tokens: int | None) -> float:
-    """Arguments and result as `layer_weights`."""
     from mini_infer.modeling.spec import MLPSpec  # beside torch, as whoever calls this
 
     if isinstance(spec, MLPSpec):
@@ -158,10 +151,8 @@ def _feed_forward(spec: FeedForwardSpec, hidden: int, tokens: int | None) -> flo
 
 
 def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:
-    """The most bytes/s that a step of `num_bytes` could have: what fits a cache may come from there.
-
-    Rates fall with size, so the rate of the largest measured size that is no larger is still above that of
-    `num_bytes`. Below all of them it is the fastest.
+    """The most bytes/s that a step of `num_bytes` could have: what fits a cache may come from there. Rates fall with
+    size, so that of the largest measured size that is no larger is above its own; below all of them it is the fastest.
     """
     memory = max(ceilings.read_gb_s, ceilings.copy_gb_s)
     cached = ceilings.cached_read_gb_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, correlation, linear_regression
+from statistics import NormalDist
 from typing import TypeVar
 
 import numpy as np
@@ -74,19 +74,27 @@ def median(values: Sequence[float]) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """The median, with a Student t interval of the mean (Student 1908): of the logarithms where all values are above
     0, as times, rates and ratios are, which vary by factors; else of the values. docs/metrics.md says why."""
-    centre = median(values)
-    n = len(values)
+    centre, n = median(values), len(values)
     if n == 1:
         return Estimate(centre, None, None, 1)
-    x = np.asarray(values, dtype=np.float64)
-    if x.min() == x.max():
+    if min(values) == max(values):
         return Estimate(centre, centre, centre, n)
-    logarithmic = bool(x.min() > 0)
-    y = np.log(x) if logarithmic else x
-    middle, half = float(y.mean()), t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
-    low, high = middle - half, middle + half
-    if logarithmic:
-        low, high = math.exp(low), math.exp(min(high, 700.0))  # two wild values have an interval without end
+    y, back = _additive(values)
+    half = t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
+    return _around(centre, back(float(y.mean()) - half), back(float(y.mean()) + half), n)
+
+
+def _additive(values: Sequence[float]) -> tuple[np.ndarray, Callable[[float], float]]:
+    """Numbers whose noise adds up, the logarithms where all values are above 0; and the way back from them."""
+    x = np.asarray(values, dtype=np.float64)
+    return (np.log(x), _exp) if x.min() > 0 else (x, float)
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(max(x, -700.0), 700.0))  # two wild values have an interval without end
+
+
+def _around(centre: float, low: float, high: float, n: int) -> Estimate:
     return Estimate(centre, min(low, centre), max(high, centre), n)
 
 
@@ -107,9 +115,9 @@ def t_quantile(freedom: int) -> float:
 
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
-    """The median of the processes' medians, with the interval of what varies between processes. Where there is one
-    process, of what varies between its repeats. The interval of a share stays between 0 and 1; that of knees
-    reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of the range."""
+    """The median of the processes' medians, with the interval of what varies between them, or between the repeats of
+    one. That of a share stays between 0 and 1; that of knees reaches from rates that were kept to rates that were
+    missed, and is open where a knee lies outside of the range."""
     found = estimate(independent(values))
     if _knees(values):
         found = _enclosing(found, independent(values), independent(_missed(values)))
@@ -123,12 +131,13 @@ def factors(values: Mapping[Turn, float]) -> Estimate:
     they differ between processes, of what varies between processes."""
     groups = by_process(values)
     pooled = estimate(list(values.values()))
-    if processes_differ(groups):
-        between = estimate([_centre(group) for group in groups])
+    if processes_differ(groups):  # by the means that `estimate` takes the interval of
+        means = [back(float(y.mean())) for y, back in map(_additive, groups)]
+        between = estimate(means)
         assert between.low is not None
         assert between.high is not None
-        pooled = replace(pooled, low=min(between.low, pooled.median), high=max(between.high, pooled.median))
-    return replace(pooled, n=len(values), processes=len(groups))
+        pooled = _around(pooled.median, between.low, between.high, pooled.n)
+    return replace(pooled, processes=len(groups))
 
 
 def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate | None:
@@ -217,12 +226,6 @@ def by_process(values: Mapping[Turn, float]) -> list[list[float]]:
     return list(groups.values())
 
 
-def _centre(values: Sequence[float]) -> float:
-    """The geometric mean where all values are above 0, else the mean: what `estimate` takes the interval of."""
-    x = np.asarray(values, dtype=np.float64)
-    return float(np.exp(np.log(x).mean()) if x.min() > 0 else x.mean())
-
-
 def unpaired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """The ratio of two medians that were measured apart, with the interval of Welch's t (Welch 1947) on logarithms:
     nothing cancels out, so the noise of both counts."""
@@ -232,12 +235,11 @@ def unpaired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Estima
     sizes = (len(values), len(baseline))
     if min(sizes) < 2:
         return Estimate(centre, None, None, min(sizes))
-    x, y = np.log(np.asarray(values, dtype=np.float64)), np.log(np.asarray(baseline, dtype=np.float64))
+    (x, back), (y, _) = _additive(values), _additive(baseline)
     a, b = float(x.var(ddof=1)) / sizes[0], float(y.var(ddof=1)) / sizes[1]
     freedom = 1 if a + b == 0 else max(1, int((a + b) ** 2 / (a**2 / (sizes[0] - 1) + b**2 / (sizes[1] - 1))))
     middle, half = float(x.mean() - y.mean()), t_quantile(freedom) * math.sqrt(a + b)
-    low, high = math.exp(max(middle - half, -700.0)), math.exp(min(middle + half, 700.0))
-    return Estimate(centre, min(low, centre), max(high, centre), min(sizes))
+    return _around(centre, back(middle - half), back(middle + half), min(sizes))
 
 
 def abba(variants: Sequence[T], repeat: int) -> list[T]:
@@ -255,12 +257,6 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 def samples_needed(q: float) -> int:
     """P99 takes 1,000 samples, P95 200, P90 100, P50 10."""
     return MEDIAN_SAMPLES if q <= 50 else math.ceil(round(100 * SAMPLES_BEYOND / (100 - q), 6))
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The slope of least squares, and R2: the share of y's variance that the line explains. Raises ValueError where
-    there are fewer than two points, or where all of x, or of y, are equal."""
-    return linear_regression(x, y).slope, correlation(x, y) ** 2
 
 
 def front(found: Iterable[T], place: Callable[[T], tuple[float, float]]) -> list[T]:

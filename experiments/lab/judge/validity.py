@@ -1,15 +1,5 @@
-"""Rules by which a pass counts or not. Each looks at one thing that may have gone wrong and answers with the reason, or
-with nothing. A row that a rule speaks against is kept and marked, and counts in no figure.
-
-Each rule about time holds the times of a pass against a second witness that knows nothing of how they were made:
-
-the whole call of `serve`, timed from outside       must last as long as the pass says it did
-the first arrival and the last token                must be its start and its end
-ends of steps (StepRecords)                         must be when tokens appeared
-requests in flight, integrated by the client        must be the sum of latencies (Little 1961)
-what the hardware can do at most (the roofline)     must not be beaten by a step
-what was served before the clock started            must be a warm-up, and on other prompts
-"""
+"""Rules by which a pass counts or not: docs/metrics.md says what each of them finds. Each answers with the reason, or
+with nothing. Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
 
 from __future__ import annotations
 
@@ -80,11 +70,10 @@ def outside_vocabulary(e: Evidence) -> str:
 
 def stuck_sampler(e: Evidence) -> str:
     """Logits of NaN choose the same token everywhere, whatever the prompt."""
-    seen = {token for r in e.requests for token in r.token_ids}
-    count = sum(len(r.token_ids) for r in e.requests)
-    if len(seen) != 1 or len(e.requests) < 2 or count < STUCK_TOKENS:
+    tokens = [token for r in e.requests for token in r.token_ids]
+    if len(set(tokens)) != 1 or len(e.requests) < 2 or len(tokens) < STUCK_TOKENS:
         return ""
-    return f"every token of every request is {seen.pop()}: the sampler, or the logits it sees, must be broken"
+    return f"every token of every request is {tokens[0]}: the sampler, or the logits it sees, must be broken"
 
 
 def unsteady_tokens(e: Evidence) -> str:
@@ -269,25 +258,11 @@ def warmed_up_on_itself(e: Evidence) -> str:
 
 
 RULES: tuple[Callable[[Evidence], str], ...] = (
-    failures,
-    wrong_lengths,
-    outside_vocabulary,
-    stuck_sampler,
-    unsteady_tokens,
-    unintended_hits,
-    drafts_of_nothing,
-    client_fell_behind,
-    client_was_busy,
-    clocks_drifted,
-    memory_grew,
-    compiled_inside,
-    timed_from_outside,
-    edges,
-    tokens_between_steps,
-    latencies_of_nobody,
-    faster_than_possible,
-    no_warm_up,
-    warmed_up_on_itself,
+    # Of answers; of the client and the machine; of times.
+    *(failures, wrong_lengths, outside_vocabulary, stuck_sampler, unsteady_tokens, unintended_hits, drafts_of_nothing),
+    *(client_fell_behind, client_was_busy, clocks_drifted, memory_grew, compiled_inside),
+    *(timed_from_outside, edges, tokens_between_steps, latencies_of_nobody, faster_than_possible),
+    *(no_warm_up, warmed_up_on_itself),
 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from experiments.lab.kernels.case import Case, VariantAbsent, copies_needed, prepare, worst
+from experiments.lab.kernels.case import Case, Timer, VariantAbsent, copies_needed, prepare, worst
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ProcessSettings
@@ -22,27 +23,22 @@ class KernelPeer:
     about: Mapping[str, Any] = {}
 
     @torch.inference_mode()
-    def prepare(
-        self, case: type[Case], shape: Mapping[str, Any], dtype: torch.dtype, variant: str, seed: int, kind: str
-    ) -> tuple[bool, float]:
+    def prepare(self, make: Callable[[], Case], variant: str, seed: int) -> tuple[bool, float]:
         """Makes the inputs that the other implementations get. Returns whether the calls are captured, and the largest
         error of a row, before they were timed and after it."""
-        self._timer = None  # and the inputs of the shape before
+        self._timer: Timer | None = None  # and the inputs of the shape before
         gc.collect()
         torch.manual_seed(seed)
-        device = torch.device(kind)
-        made = case(shape, dtype, device)
-        copies = copies_needed(made.work.bytes, device)
-        made.allocate(copies)
-        implementation = made.implementation(variant)
+        case = make()
+        copies = copies_needed(case.work().bytes, case.device)
+        case.allocate(copies)
+        implementation = case.implementation(variant)
         first = implementation.run(0)
-        error = made.error(first)
-        timer = prepare(implementation, copies, device)
-        timer.burst()
+        error = case.error(first)
+        self._timer = prepare(implementation, copies, case.device)
+        self._timer.sample_us()
         first.zero_()  # a plan that is used up computes nothing from the second call on
-        error = worst((error, made.error(implementation.run(0))))
-        self._timer = timer
-        return timer.captured, error
+        return self._timer.captured, worst((error, case.error(implementation.run(0))))
 
     @torch.inference_mode()
     def sample_us(self) -> float:
@@ -56,18 +52,6 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> KernelPeer:
     return KernelPeer()
 
 
-class ApartTimer:
-    """As timer.Timer, of calls in the other process."""
-
-    def __init__(self, process: PeerProcess, captured: bool) -> None:
-        self._process = process
-        self.captured = captured
-
-    def sample_us(self) -> float:
-        found: float = self._process.call("time a kernel", "sample_us")
-        return found
-
-
 class Apart:
     """The process is started for the first shape that needs it, and holds one shape's inputs at a time."""
 
@@ -76,7 +60,7 @@ class Apart:
         self._process: PeerProcess | None = None
         self._absent = ""
 
-    def prepare(self, case: Case, variant: str, seed: int) -> tuple[ApartTimer, float]:
+    def prepare(self, case: Case, variant: str, seed: int) -> tuple[Timer, float]:
         """A timer and the largest error. Raises VariantAbsent, and PeerError where it fails."""
         if case.device.type != NEEDS:
             raise VariantAbsent(f"it runs on {NEEDS}, not {case.device.type}")
@@ -90,10 +74,9 @@ class Apart:
             except PeerAbsent as why:
                 self._absent = str(why)
                 raise VariantAbsent(self._absent) from why
-        captured, error = self._process.call("prepare a kernel", "prepare", case=type(case), shape=case.shape,
-                                             dtype=case.dtype, variant=variant, seed=seed,
-                                             kind=case.device.type)  # fmt: skip
-        return ApartTimer(self._process, captured), error
+        make = partial(type(case), case.shape, case.dtype, case.device)
+        captured, error = self._process.call("prepare a kernel", "prepare", make=make, variant=variant, seed=seed)
+        return Timer(partial(self._process.call, "time a kernel", "sample_us"), captured), error
 
     def close(self) -> None:
         if self._process is not None:

@@ -1,13 +1,12 @@
 """Attention over the paged cache: decode rows by batch and length, prompts, chunks of prompts.
 
-Every sequence's blocks lie scattered over the cache. Bytes of a decode step are the K and V that it reads; operations
-are 4 * head_dim for each head and (query, key) pair, as in roofline.py.
+Blocks lie scattered over the cache. Bytes are the K and V that a step reads; operations are counted as in roofline.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,16 +39,9 @@ KV_FP8 = "fp8"
 FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it captures CUDA graphs
 
 
-class _Attention(Case):
+class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_size=16):
     """One new token of each sequence. The layers of one KV store are the sets of inputs."""
 
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "head_dim": 128,
-        "block_size": 16,
-    }
     kind: Kind = "decode"
 
     apart: ClassVar[tuple[str, ...]] = (FA3,)
@@ -61,15 +53,12 @@ class _Attention(Case):
         self.count, self.length = self.shape["batch"], self.shape["length"]
         self.queries = self.shape.get("queries", 1)  # tokens of each sequence that are computed
         self._held: list[Any] = []  # what graphs know nothing of but the address
+        self._copies = 0
         if self.queries > self.length:
             raise ConfigError(f"the case {self.name}: {self.queries} queries of a sequence of {self.length} tokens")
 
-    @property
-    def work(self) -> Work:
-        return self._work(self.dtype.itemsize)
-
-    def _work(self, kv_bytes: int) -> Work:
-        """Where a number of keys and values takes so many bytes."""
+    def work(self, variant: str = "") -> Work:
+        kv_bytes = 1 if variant == KV_FP8 else self.dtype.itemsize
         kv = 2 * self.count * self.length * self._kv_heads * self.shape["head_dim"]
         moved = 2 * self.count * self.queries * self._heads * self.shape["head_dim"]
         pairs = self.count * (self.queries * self.length - self.queries * (self.queries - 1) // 2)
@@ -77,16 +66,16 @@ class _Attention(Case):
         return Work(kv * kv_bytes + moved * self.dtype.itemsize, flops, "read_gb_s")
 
     def allocate(self, copies: int) -> None:
-        block_size, head_dim = self.shape["block_size"], self.shape["head_dim"]
+        block_size, head_dim, self._copies = self.shape["block_size"], self.shape["head_dim"], copies
         width = math.ceil(self.length / block_size)
-        self._store = self._stored(copies, self.count * width, self.dtype)
+        self._store = self._stored(self.count * width, self.dtype)
         self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
         self._batch = self._new_batch(order, block_size)
         self._q = [self.random(self.count * self.queries, self._heads, head_dim) for _ in range(copies)]
 
-    def _stored(self, copies: int, num_blocks: int, dtype: torch.dtype) -> KVStore:
-        layout = KVLayout.of_heads(copies, self._kv_heads, self.shape["head_dim"], dtype)
+    def _stored(self, num_blocks: int, dtype: torch.dtype) -> KVStore:
+        layout = KVLayout.of_heads(self._copies, self._kv_heads, self.shape["head_dim"], dtype)
         return KVStore(layout, num_blocks=num_blocks, block_size=self.shape["block_size"], device=self.device)
 
     def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
@@ -109,7 +98,7 @@ class _Attention(Case):
             host_seq_lens=lens,
         )
 
-    def _backend(self, choice: AttentionChoice, copies: int) -> Implementation:
+    def _backend(self, choice: AttentionChoice) -> Implementation:
         needs = Requirements(
             layout=self._store.layout,
             block_size=self.shape["block_size"],
@@ -123,11 +112,11 @@ class _Attention(Case):
             reason = str(error).partition(f": {choice.value}: ")[2].partition(". Others:")[0]
             raise VariantAbsent(reason or str(error)) from error
         begin = backend.decode if self.kind == "decode" else backend.prefill
-        step = begin(self._batch, ModelAttention(self._store, [None] * copies, self._scale))
+        step = begin(self._batch, ModelAttention(self._store, [None] * self._copies, self._scale))
         self._held.append(step)
         return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
 
-    def _fa3(self, copies: int) -> Implementation:
+    def _fa3(self) -> Implementation:
         """FlashAttention-3 as vLLM calls it, planned once for all layers of a step."""
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -168,7 +157,7 @@ class _Attention(Case):
             )
 
         candidates = [with_splits(splits) for splits in FA3_SPLITS]
-        return min(candidates, key=lambda candidate: prepare(candidate, copies, self.device).sample_us())
+        return min(candidates, key=lambda candidate: prepare(candidate, self._copies, self.device).sample_us())
 
     def error(self, output: Any) -> float:
         rows = np.unique(np.linspace(0, self.count - 1, CHECKED_ROWS).round().astype(int)).tolist()
@@ -197,24 +186,22 @@ class FlashDecode(_Attention):
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
-            return self._backend(AttentionChoice.flash_attn, self._store.layout.num_layers)
+            return self._backend(AttentionChoice.flash_attn)
         if variant == FA3:
-            return self._fa3(self._store.layout.num_layers)
+            return self._fa3()
         require_triton(self.device)
         from mini_infer.kernels.paged_decode import paged_decode
 
-        if variant == SINGLE_PASS:
-            return Implementation(self._with(paged_decode, self._store))
-        return self._split(self._store)
+        return self._with(paged_decode, self._store) if variant == SINGLE_PASS else self._split(self._store)
 
     def _split(self, store: KVStore) -> Implementation:
         from mini_infer.kernels.flash_decode import flash_decode, split_rows
 
         parts = split_rows(self._q[0], store.keys(0), store.values(0), self._batch.seq_lens, window=None, query_len=1)
         self._held.append(parts)
-        return Implementation(self._with(partial(flash_decode, parts=parts), store))
+        return self._with(partial(flash_decode, parts=parts), store)
 
-    def _with(self, kernel: Callable[..., Tensor], store: KVStore) -> Callable[[int], Tensor]:
+    def _with(self, kernel: Callable[..., Tensor], store: KVStore) -> Implementation:
         places = self._batch.block_tables, self._batch.seq_lens
         query: dict[str, Any] = {"scale": self._scale, "window": None, "query_len": 1}
 
@@ -222,7 +209,7 @@ class FlashDecode(_Attention):
             side = store.keys(copy), store.values(copy)
             return kernel(self._q[copy], *side, *places, kv_scales=store.scales(copy), **query)
 
-        return run
+        return Implementation(run)
 
 
 class DecodeOfFp8(FlashDecode):
@@ -235,12 +222,9 @@ class DecodeOfFp8(FlashDecode):
     def allocate(self, copies: int) -> None:
         super().allocate(copies)
         whole = self._store.tensors[0]
-        self._eight = self._stored(copies, self._store.num_blocks, torch.float8_e4m3fn)
+        self._eight = self._stored(self._store.num_blocks, torch.float8_e4m3fn)
         self._eight.tensors[0].copy_(whole)
         whole.copy_(self._eight.tensors[0])
-
-    def work_of(self, variant: str) -> Work:
-        return self._work(1) if variant == KV_FP8 else self.work
 
     def implementation(self, variant: str) -> Implementation:
         require_triton(self.device)
@@ -254,14 +238,11 @@ class DecodeAttention(_Attention):
     variants = (*(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto), FA3)
 
     def implementation(self, variant: str) -> Implementation:
-        if variant == FA3:
-            return self._fa3(self._store.layout.num_layers)
-        return self._backend(AttentionChoice(variant), self._store.layout.num_layers)
+        return self._fa3() if variant == FA3 else self._backend(AttentionChoice(variant))
 
 
-class PrefillAttention(DecodeAttention):
+class PrefillAttention(DecodeAttention, batch=1, queries=None):
     """The last `queries` tokens of each sequence, such as a whole prompt or a chunk at its end."""
 
     name = "prefill"
-    settings: ClassVar[Mapping[str, Any]] = {**_Attention.settings, "batch": 1, "queries": None}
     kind = "prefill"

@@ -41,13 +41,19 @@ class Implementation:
 
 
 class Case(ABC):
-    """One operation at one shape. `allocate` comes before all else that touches tensors."""
+    """One operation at one shape. `allocate` comes before all else that touches tensors.
+
+    class Gemv(Case, rows=None, out=4096) has the settings `rows`, which must be given, and `out`.
+    """
 
     name: ClassVar[str]
-    settings: ClassVar[Mapping[str, Any]]  # of a shape, with their defaults; None where it must be given
+    settings: ClassVar[Mapping[str, Any]] = {}  # of a shape, with their defaults
     variants: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False  # no variant is torch's, which runs on a CPU
     apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        cls.settings = {**cls.settings, **settings}
 
     def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ConfigError where the shape says too little, too much, or the impossible."""
@@ -63,13 +69,9 @@ class Case(ABC):
         self.dtype = dtype
         self.device = device
 
-    @property
     @abstractmethod
-    def work(self) -> Work: ...
-
-    def work_of(self, variant: str) -> Work:
-        """Of an implementation that reads its inputs in another format."""
-        return self.work
+    def work(self, variant: str = "") -> Work:
+        """Of an implementation, where one reads its inputs in another format."""
 
     @abstractmethod
     def allocate(self, copies: int) -> None:
@@ -127,15 +129,9 @@ MAX_CALLS = 2048  # of one graph
 
 @dataclass(frozen=True)
 class Timer:
-    burst: Callable[[], None]  # makes `calls` calls
-    calls: int
-    captured: bool  # they are a CUDA graph
-    on_gpu: bool
-    implementation: Implementation  # a graph reads memory that it owns
-
-    def sample_us(self) -> float:
-        """The median time of a call."""
-        return 1e6 * stats.median([seconds_of(self.burst, 1, self.on_gpu) for _ in range(SAMPLES)]) / self.calls
+    sample_us: Callable[[], float]  # the median time of a call
+    captured: bool  # the calls are a CUDA graph
+    implementation: Implementation | None = None  # a graph reads memory that it owns
 
 
 def copies_needed(num_bytes: int, device: torch.device) -> int:
@@ -149,23 +145,29 @@ def copies_needed(num_bytes: int, device: torch.device) -> int:
 def prepare(implementation: Implementation, copies: int, device: torch.device) -> Timer:
     """Compiles, warms up and captures: nothing of it is left for the timed part."""
     run, on_gpu = implementation.run, device.type == "cuda"
+    captured = on_gpu and implementation.graph_safe
     for copy in (0, copies - 1, 0):
         run(copy)
     once_us = 1e6 * seconds_of(lambda: run(0), 1, on_gpu)
     calls = min(MAX_CALLS, max(copies, round(PASS_US / max(once_us, 0.1))))
     calls = max(1, calls // copies) * copies  # each set as often as every other
-    if not on_gpu or not implementation.graph_safe:
-        return Timer(lambda: _calls(run, calls, copies), calls, False, on_gpu, implementation)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _calls(run, calls, copies)
-    graph.replay()
-    return Timer(graph.replay, calls, True, on_gpu, implementation)
 
+    def burst() -> None:
+        for index in range(calls):
+            run(index % copies)
 
-def _calls(run: Callable[[int], object], count: int, copies: int) -> None:
-    for index in range(count):
-        run(index % copies)
+    again: Callable[[], None] = burst
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            burst()
+        graph.replay()
+        again = graph.replay
+
+    def sample_us() -> float:
+        return 1e6 * stats.median([seconds_of(again, 1, on_gpu) for _ in range(SAMPLES)]) / calls
+
+    return Timer(sample_us, captured, implementation)
 
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:

@@ -12,9 +12,9 @@ and stay in a cache).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,20 +52,17 @@ class _Fused(Case):
         elif variant == TRITON:
             require_triton(self.device)
             compute = partial(self.compute, TritonKernels())
-        return Implementation(lambda copy: compute(*self.inputs(copy)))
+        return Implementation(lambda copy: compute(*self._sets[copy]))
 
     def _compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()  # each shape is compiled for itself
         compiled = torch.compile(compute, dynamic=False)
         try:
-            compiled(*self.inputs(0))
+            compiled(*self._sets[0])
         except Exception as error:  # the compiler's own errors, the C compiler's, Triton's
             reason = str(error).strip().partition("\n")[0]
             raise VariantAbsent(f"torch.compile fails here ({type(error).__name__}: {reason})") from error
         return compiled
-
-    def inputs(self, copy: int) -> tuple[Any, ...]:
-        return self._sets[copy]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Any:
         raise NotImplementedError
@@ -91,14 +88,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-class AddRmsNorm(_Fused):
+class AddRmsNorm(_Fused, tokens=None, hidden=4096):
     """x and residual -> the norm of their sum, and their sum."""
 
     name = "add_rms_norm"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "hidden": 4096}
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(4 * self.shape["tokens"] * self.shape["hidden"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
@@ -116,14 +111,12 @@ class AddRmsNorm(_Fused):
         return _norm(total, weight), total
 
 
-class SiluMul(_Fused):
+class SiluMul(_Fused, tokens=None, inner=4096):
     """gate | up -> silu(gate) * up."""
 
     name = "silu_mul"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "inner": 4096}
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
@@ -137,18 +130,16 @@ class SiluMul(_Fused):
         return F.silu(gate) * up
 
 
-class RopeAndStore(_Fused):
+class RopeAndStore(_Fused, tokens=None, heads=None, qk_norm=False, head_dim=128):
     """q | k | v -> q rotated, k rotated and stored, v stored; with `qk_norm` q and k are normalised by head first."""
 
     name = "rope_and_store"
-    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "heads": None, "qk_norm": False, "head_dim": 128}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._q_heads, self._kv_heads = heads(self.shape["heads"], self.name)
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         """q, k and v come and go; the slot comes, and one half each of cos and sin, whose other half says the same."""
         tokens, head_dim = self.shape["tokens"], self.shape["head_dim"]
         a_token = 2 * (self._q_heads + 2 * self._kv_heads) * head_dim + 2 * (head_dim // 2)
@@ -196,15 +187,13 @@ class RopeAndStore(_Fused):
         return error
 
 
-class Gemv(Case):
+class Gemv(Case, **{"rows": None, "out": None, "in": None}):
     """x W^T with few rows of x: the time is the time to read W. `eager` is what torch calls, cuBLAS."""
 
     name = "gemv"
-    settings: ClassVar[Mapping[str, Any]] = {"rows": None, "out": None, "in": None}
     variants = (EAGER, TRITON)
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         rows, out, into = (self.shape[key] for key in ("rows", "out", "in"))
         moved = (out * into + rows * (out + into)) * self.dtype.itemsize
         return Work(moved, 2.0 * rows * out * into, "read_gb_s")

@@ -6,31 +6,30 @@ operations bound it: 2 * (2 rank + rope_dim) for each head and cached token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.lab.kernels.attention import SINGLE_PASS, SPLIT_K
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error, worst
+from experiments.lab.kernels.case import (
+    Case,
+    Implementation,
+    VariantAbsent,
+    Work,
+    require_triton,
+    row_error,
+    worst,
+)
 
 FLASH_MLA = "flash_mla"
 CHECKED_ROWS = 4
 
 
-class MLADecode(Case):
-    """Of DeepSeek-V2's and V3's sizes unless said. All rows have the same length."""
+class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64, block_size=64):
+    """Of DeepSeek-V2's and V3's sizes unless said, in blocks as FlashMLA takes them. All rows have the same length."""
 
     name = "mla_decode"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "rank": 512,
-        "rope_dim": 64,
-        "block_size": 64,  # the only one that FlashMLA takes
-    }
     variants = (SINGLE_PASS, SPLIT_K, FLASH_MLA)
     needs_gpu = True
     apart = (FLASH_MLA,)
@@ -40,8 +39,7 @@ class MLADecode(Case):
         self._rank, self._size = self.shape["rank"], self.shape["rank"] + self.shape["rope_dim"]
         self._scale = 192**-0.5  # of the keys that latents stand for
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         heads, batch, length = (self.shape[key] for key in ("heads", "batch", "length"))
         both = self._size + self._rank
         return Work(

@@ -11,9 +11,9 @@ Bytes are the weights of the experts that are chosen at all, and tokens in and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +31,8 @@ CHECKED_TOKENS = 32
 MOST_FEW = 64  # tokens
 
 
-class MoELayer(Case):
+class MoELayer(Case, tokens=None, routing="uniform", experts=128, chosen=8, hidden=2048, inner=768):
     name = "moe_layer"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "tokens": None,
-        "routing": "uniform",
-        "experts": 128,
-        "chosen": 8,
-        "hidden": 2048,
-        "inner": 768,
-    }
     variants = (DENSE, PADDED, PACKED, FEW, GROUPED)
 
     def __init__(self, *arguments: Any) -> None:
@@ -59,8 +51,7 @@ class MoELayer(Case):
         )
         self._counts = self._ids.flatten().bincount(minlength=experts)
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         tokens, chosen, hidden = (self.shape[key] for key in ("tokens", "chosen", "hidden"))
         expert = 3 * hidden * self.shape["inner"]
         moved = int((self._counts > 0).sum()) * expert + 2 * tokens * hidden
@@ -80,25 +71,22 @@ class MoELayer(Case):
         ]
 
     def implementation(self, variant: str) -> Implementation:
-        compute: Callable[..., Tensor]
-        if variant == DENSE:
-            compute = _dense
-        elif variant == PADDED:
-            compute = partial(_padded, int(self._counts.max()))
-        elif variant == PACKED:
-            return Implementation(lambda copy: _packed(*self._sets[copy]), graph_safe=False)
-        else:
-            if variant == FEW and self.shape["tokens"] > MOST_FEW:
-                raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
-            require_triton(self.device)
-            from mini_infer.kernels.moe.experts import experts
+        padded = partial(_padded, int(self._counts.max()))
+        in_torch: dict[str, Callable[..., Tensor]] = {DENSE: _dense, PADDED: padded, PACKED: _packed}
+        if compute := in_torch.get(variant):
+            return Implementation(lambda copy: compute(*self._sets[copy]), graph_safe=variant != PACKED)
+        if variant == FEW and self.shape["tokens"] > MOST_FEW:
+            raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
+        require_triton(self.device)
+        from mini_infer.kernels.moe.experts import experts
 
-            few_tokens = MOST_FEW if variant == FEW else 0
+        few_tokens = MOST_FEW if variant == FEW else 0
 
-            def compute(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
-                return experts(x, routes, ExpertWeights(gate_up, down), few_tokens=few_tokens)
+        def run(copy: int) -> Tensor:
+            x, routes, gate_up, down = self._sets[copy]
+            return experts(x, routes, ExpertWeights(gate_up, down), few_tokens=few_tokens)
 
-        return Implementation(lambda copy: compute(*self._sets[copy]))
+        return Implementation(run)
 
     def error(self, output: Any) -> float:
         x, routes, gate_up, down = self._sets[0]

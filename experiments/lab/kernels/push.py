@@ -6,8 +6,7 @@ Bytes are those that arrive. Nothing is computed beside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,17 +21,10 @@ FREE = 2  # times the blocks that go: the others are those of other requests
 _Sent: TypeAlias = tuple[Tensor, Tensor, Tensor]  # all blocks there, which ones were sent, and where they are there
 
 
-class KVPush(Case):
+class KVPush(Case, tokens=None, layers=28, kv_heads=4, head_size=128, block_size=16):
     """Of Qwen2.5-7B's layers unless said."""
 
     name = "kv_push"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "tokens": None,
-        "layers": 28,
-        "kv_heads": 4,
-        "head_size": 128,
-        "block_size": 16,
-    }
     variants = (BY_LAYER, GROUPS, AT_ONCE, COPIES)
 
     def __init__(self, *arguments: Any) -> None:
@@ -42,8 +34,7 @@ class KVPush(Case):
         self._block_bytes = size * self.shape["kv_heads"] * self.shape["head_size"] * self.dtype.itemsize
         self._planes = 2 * self.shape["layers"]  # keys, and values
 
-    @property
-    def work(self) -> Work:
+    def work(self, variant: str = "") -> Work:
         return Work(self._planes * self._blocks * self._block_bytes)
 
     def allocate(self, copies: int) -> None:

@@ -5,6 +5,5 @@
     process.py                         that process, as this one sees it
     pool.py                            which of them live, and whether the GPU has room
 
-On a GPU every peer has a process of its own, so that nothing it keeps (memory, threads, another version of torch) is in
-another's way. On a CPU transformers runs in this process, which has imported most of it anyway.
+On a GPU every peer has a process of its own, in which nothing that it keeps is in another's way.
 """

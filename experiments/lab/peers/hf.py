@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -55,7 +54,8 @@ class HFGenerate:
         steps = max(item.output_tokens for item in items)
         rows = [[PAD] * (longest - len(item.prompt)) + list(item.prompt) for item in items]
         mask = [[0] * (longest - len(item.prompt)) + [1] * len(item.prompt) for item in items]
-        clock = _Clock()
+        times: list[float] = []  # when the prompt, which `generate` puts first, and each step's tokens reach the host
+        clock = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
         with torch.inference_mode():
             output = self._model.generate(
                 torch.tensor(rows, device=self._device),
@@ -71,7 +71,7 @@ class HFGenerate:
                 prompt_tokens=len(item.prompt),
                 asked_tokens=item.output_tokens,
                 arrival=arrival,
-                token_times=tuple(clock.times[: item.output_tokens]),
+                token_times=tuple(times[1 : 1 + item.output_tokens]),
                 token_ids=tuple(tokens[: item.output_tokens]),
                 name=item.name,
             )
@@ -95,13 +95,9 @@ def set_threads(config: EngineConfig, settings: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
-    """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation.
-
-    With load_format=dummy it has the random weights that the engine makes there from the same seed, so that even then
-    their tokens can be compared.
-
-    Raises ConfigError, in the name of the variant kind `kind`, where the model has no weights.
-    """
+    """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation; with
+    load_format=dummy of the engine's random weights, so that even then their tokens can be compared. Raises
+    ConfigError, in the name of the variant kind `kind`, where the model has no weights."""
     if config.load_format is LoadFormat.dry:
         raise ConfigError(
             f"the variant kind `{kind}` needs weights: model.load_format=dummy or model.load_format=auto; got dry. "
@@ -152,19 +148,3 @@ def describe(model: Any) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "cpu_threads": torch.get_num_threads(),
     }
-
-
-class _Clock(BaseStreamer):
-    """Notes when each step's tokens reach the host. `generate` puts the prompt first, which is no token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.times.append(time.perf_counter())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass

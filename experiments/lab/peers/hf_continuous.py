@@ -31,11 +31,8 @@ POLL_S = 1.0  # how often a wait looks whether the manager's thread still lives
 
 
 class HFContinuous:
-    """The model of `config.model` in transformers, on the engine's device, in its dtype, with the same threads.
-
-    On a GPU it sizes its KV cache itself, by `cache.gpu_memory_utilization`; on a CPU, where it would take nearly all
-    of the machine's memory, it gets as much as the engine.
-    """
+    """On a GPU it sizes its KV cache itself, by `cache.gpu_memory_utilization`; on a CPU, where it would take nearly
+    all of the machine's memory, it gets as much as the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         on_gpu = resolve_device(config.model).type == "cuda"

@@ -2,10 +2,9 @@
 
 A process is started when its peer's first turn comes, and stays for all its passes with the same settings: starting
 vLLM takes most of a minute, and a pass a few seconds. It forgets its prefix cache before each. While others are
-measured it is idle, but holds its memory: with a fitting `cache.gpu_memory_utilization` (or `cache.memory_gib`) of
-every variant, the engine and its peers lie side by side on one GPU and take turns. Where they do not fit, the peer that
-was started first is stopped, and started again when its turn comes. Where it is known that they do, all peers are begun
-together before anything is timed, and load while the gates are asked.
+measured it is idle, but holds its memory. Where not all fit on the GPU, the peer that was started first is stopped, and
+started again when its turn comes; where it is known that they do, all are begun together, and load while the gates are
+asked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,12 +23,12 @@ from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
+from mini_infer.core.errors import MiniInferError
 from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
 from mini_infer.modeling.model_files import resolve_folder
 
@@ -40,22 +38,13 @@ RELEASED = 0.9  # of what a process took: others may have taken some meanwhile
 BESIDE_GIB = 8.0  # of a process, beside its weights and its KV: activations, graphs, CUDA's own
 
 
-@dataclass(frozen=True)
 class Lease:
-    """The turn of a process that outlives it."""
+    """The turn of a process that outlives it; `close` ends it."""
 
-    process: LivingPeer
-    end: Callable[[], None]
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        return {**self.process.about, "process": "its own, kept from pass to pass"}
-
-    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        return self.process.serve(items, concurrency)
-
-    def forget(self) -> None:
-        self.process.forget()
+    def __init__(self, process: LivingPeer, close: Callable[[], None]) -> None:
+        self.process, self.close = process, close
+        self.serve, self.forget = process.serve, process.forget
+        self.about: Mapping[str, Any] = {**process.about, "process": "its own, kept from pass to pass"}
 
     def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
         """Raises NoProfile, as profile_pass does, and PeerError."""
@@ -65,9 +54,6 @@ class Lease:
             "be profiled", "profile", prompts=prompts, variant=variant, point=point
         )
         return found
-
-    def close(self) -> None:
-        self.end()
 
 
 class Peers:
@@ -82,13 +68,11 @@ class Peers:
 
     def close(self) -> None:
         """Kills them all."""
-        for begun in self._begun.values():
-            if isinstance(begun, PeerProcess):
-                begun.close()
+        for process in (*self._begun.values(), self._bench):
+            if isinstance(process, PeerProcess):
+                process.close()
         for key in list(self._processes):
             self._stop(key)
-        if self._bench is not None:
-            self._bench.close()
 
     def begin(self, kind: Kind, config: EngineConfig) -> None:
         """Starts a peer, or a server, whose turn will come and that has room beside all others on a GPU."""
@@ -123,7 +107,10 @@ class Peers:
         if kind.can.client_of is not None:
             server = self.open(kind.can.client_of, config)
             assert server is not None
-            return Lease(self._client(kind, server.process), server.end)
+            assert isinstance(server.process, over_http.OverHTTP)
+            if self._bench is None or not self._bench.alive:
+                self._bench = PeerProcess(kind.label, over_http.BENCH, EngineConfig(), self._settings.vllm)
+            return Lease(over_http.Bench(kind.label, server.process, self._bench), server.close)
         if not _has_own_process(kind, device):
             self._make_room(config, device)
             return None
@@ -136,25 +123,23 @@ class Peers:
         process, begun = self._processes.get(key), self._begun.pop(key, None)
         if process is not None and process.alive:
             process.forget()
-        elif begun is not None:
-            if not isinstance(begun, PeerProcess):
-                raise begun
-            self._processes[key] = process = self._start(kind, config, begun)
+        elif isinstance(begun, MiniInferError):
+            raise begun
         else:
-            if not kind.can.elsewhere:
+            if begun is None and not kind.can.elsewhere:
                 self._make_room(config, device)
             free = _free(device)
-            self._processes[key] = process = self._start(kind, config)
-            self._held[key] = free - _free(device)
+            try:
+                if kind.can.over_http:
+                    process = over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
+                else:
+                    process = begun or self._process(kind, config, wait=True)
+            except PeerAbsent as error:
+                self._absent[kind] = str(error)
+                raise
+            self._processes[key], self._held[key] = process, 0 if begun else free - _free(device)
         self._leased.add(key)
         return Lease(process, partial(self._leased.discard, key))
-
-    def _client(self, kind: Kind, server: LivingPeer) -> LivingPeer:
-        """Another load client on a server that lives."""
-        assert isinstance(server, over_http.OverHTTP)
-        if self._bench is None or not self._bench.alive:
-            self._bench = PeerProcess(kind.label, over_http.BENCH, EngineConfig(), self._settings.vllm)
-        return over_http.Bench(kind.label, server, self._bench)
 
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
         threads = torch.get_num_threads()
@@ -162,15 +147,6 @@ class Peers:
             return over_http.start(kind, config, self._settings, threads, wait)
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
         return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
-
-    def _start(self, kind: Kind, config: EngineConfig, begun: PeerProcess | None = None) -> LivingPeer:
-        try:
-            if kind.can.over_http:
-                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
-            return begun or self._process(kind, config, wait=True)
-        except PeerAbsent as error:
-            self._absent[kind] = str(error)
-            raise
 
     def _make_room(self, config: EngineConfig, device: str) -> None:
         """Stops idle peers until the GPU has as much memory as `config` will take, first those started first."""
@@ -188,7 +164,7 @@ class Peers:
             )
 
     def _stop(self, key: str) -> str:
-        """Returns the peer's name, once the driver has taken its memory back, which is after the process's end."""
+        """Returns the peer's name, once the driver has taken its memory back: after the process's end."""
         process, held = self._processes.pop(key), self._held.pop(key, 0)
         if held <= 0:
             process.close()

@@ -35,18 +35,9 @@ class PeerProcess:
     def __init__(
         self, name: str, module: str, config: EngineConfig, settings: ProcessSettings, wait: bool = True, **more: Any
     ) -> None:
-        """
-        Args:
-            name: of the peer, for errors.
-            module: with the `open_peer` that runs there.
-            wait: until it has started; else it starts while others work, and `ready` waits.
-            more: settings that are not the user's.
-
-        Raises:
-            PeerAbsent: it is not installed.
-            ConfigError: it cannot work with these settings.
-            PeerError: it failed.
-        """
+        """`open_peer` of `module` runs there. `wait`: until it has started; else it starts while others work, and
+        `ready` waits. `more`: settings that are not the user's. Raises PeerAbsent where it is not installed,
+        ConfigError where it cannot work with these settings, PeerError where it failed."""
         self.name, self._timeout_s = name, settings.timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-peer-"))
         self._log = self._folder / "log"
@@ -58,13 +49,8 @@ class PeerProcess:
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
         self._pipe, theirs = Pipe()
-        command = [
-            settings.python or sys.executable,
-            "-m",
-            "experiments.lab.peers.worker",
-            module,
-            f"{theirs.fileno()}",
-        ]
+        python = settings.python or sys.executable
+        command = [python, "-m", "experiments.lab.peers.worker", module, f"{theirs.fileno()}"]
         with self._log.open("wb") as log, theirs:
             try:
                 self._process = subprocess.Popen(

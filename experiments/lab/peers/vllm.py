@@ -15,7 +15,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,26 +61,20 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
 }
 
 
+@dataclass
 class VLLM:
-    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any], traces: Path) -> None:
-        """
-        Args:
-            engine: vLLM's LLMEngine.
-            make_params: output tokens -> its SamplingParams.
-            traces: the folder that its profiler writes to.
-        """
-        self._engine = engine
-        self._make_params = make_params
-        self.about = about
-        self._traces = traces
-        self._numbers = count(1)  # of passes
+    engine: Any  # vLLM's LLMEngine
+    make_params: Any  # output tokens -> its SamplingParams
+    about: Mapping[str, Any]
+    traces: Path  # the folder that its profiler writes to
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of passes
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        return drive(self._engine, items, self._make_params, f"pass-{next(self._numbers)}", concurrency)
+        return drive(self.engine, items, self.make_params, f"pass-{next(self.numbers)}", concurrency)
 
     def forget(self) -> None:
         end = time.monotonic() + FORGET_S
-        while not self._engine.reset_prefix_cache():
+        while not self.engine.reset_prefix_cache():
             if time.monotonic() > end:
                 raise RuntimeError("vLLM does not give its prefix cache up, though no request is running")
             time.sleep(0.01)
@@ -87,34 +83,32 @@ class VLLM:
         self, prompts: Sequence[Sequence[int]], variant: str, point: str
     ) -> tuple[StepProfile, list[KernelRow]]:
         """Decodes all prompts together, with and without its profiler, and aborts them. Raises NoProfile."""
-        engine = self._engine
+        engine = self.engine
         room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
         if room < 4 * (STEPS + CALM):
             raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt")
-        number = next(self._numbers)
+        number = next(self.numbers)
         names = [f"profile-{number}-{index}" for index in range(len(prompts))]
         try:
             for name, prompt in zip(names, prompts, strict=True):
-                engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, self._make_params(room))
+                engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, self.make_params(room))
             calm = 0
             while calm < CALM:
                 calm = calm + 1 if len(engine.step()) == len(prompts) else 0
                 if not engine.has_unfinished_requests():
                     raise NoProfile(f"vLLM does not decode {len(prompts)} requests together")
             start = time.perf_counter()
-            self._decode()
+            for _ in range(STEPS):
+                engine.step()
             plain_us = 1e6 * (time.perf_counter() - start) / STEPS
             engine.start_profile()
-            self._decode()
+            for _ in range(STEPS):
+                engine.step()
             engine.stop_profile()
         finally:
             engine.abort_request(names)
-        newest = max(self._traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        newest = max(self.traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         return analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
-
-    def _decode(self) -> None:
-        for _ in range(STEPS):
-            self._engine.step()
 
     def close(self) -> None:
         """Its processes end with the one that it runs in."""
@@ -137,27 +131,21 @@ def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concu
             if due is not None:
                 time.sleep(max(0.0, due - clock()))
             return due is not None
-        if due is None or has_output_by(due):
-            outputs = engine.step()
-            now = outcomes.answered()
-            for output in outputs:
-                note(output, now)
+        if due is not None:  # until when an output of the engine's process is waited for
+            told = engine.engine_core.outputs_queue
+            with told.not_empty:
+                if not told.not_empty.wait_for(lambda: told.queue, max(0.0, due - clock())):
+                    return True
+        outputs, now = engine.step(), outcomes.answered()
+        for output in outputs:
+            index, completion = outcomes.index_of[output.request_id], output.outputs[0]
+            token_ids[index] += completion.token_ids
+            token_times[index] += [now] * len(completion.token_ids)
+            if output.finished:
+                reason, cached = completion.finish_reason, output.num_cached_tokens or 0
+                error = "" if reason == "length" else f"vLLM ended it: {reason}"
+                outcomes.end(index, error, token_times[index], token_ids[index], cached_tokens=cached)
         return True
-
-    def has_output_by(due: float) -> bool:
-        """Waits for an output of the engine's process until `due`."""
-        outputs = engine.engine_core.outputs_queue
-        with outputs.not_empty:
-            return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - clock())))
-
-    def note(output: Any, now: float) -> None:
-        index, completion = outcomes.index_of[output.request_id], output.outputs[0]
-        token_ids[index] += completion.token_ids
-        token_times[index] += [now] * len(completion.token_ids)
-        if output.finished:
-            reason, cached = completion.finish_reason, output.num_cached_tokens or 0
-            error = "" if reason == "length" else f"vLLM ended it: {reason}"
-            outcomes.end(index, error, token_times[index], token_ids[index], cached_tokens=cached)
 
     return outcomes.run(concurrency, send, advance)
 
@@ -290,8 +278,8 @@ def model_folder(path: str, hf_config: Mapping[str, Any] | None, folder: Path) -
 
 
 def _speculative_config(speculation: SpeculationConfig, target: str, folder: Path) -> dict[str, Any]:
-    """vLLM's synthetic acceptance takes the rate at which all drafts up to a place are accepted, ours that of a draft
-    behind accepted ones. It wants equal vocabularies: a draft of random weights gets the target's."""
+    """vLLM's synthetic rates are those of all drafts up to a place, ours is that of a draft behind accepted ones. It
+    wants equal vocabularies: a draft of random weights gets the target's."""
     found: dict[str, Any] = {"num_speculative_tokens": speculation.num_tokens}
     if speculation.method is SpeculationMethod.ngram:
         lookup = {"prompt_lookup_min": speculation.ngram_min, "prompt_lookup_max": speculation.ngram_max}
@@ -318,26 +306,17 @@ def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str
     about: dict[str, Any] = {"vllm": version, "torch": str(torch.__version__)}
     about["cpu_threads"] = torch.get_num_threads()
     for name, path in SETTINGS.items():
-        value = config
-        for part in path.split("."):
-            value = getattr(value, part, None)
-        about[name] = value if type(value) in (bool, int) or value is None else _name(value)
-    if config.speculative_config is not None:
-        about["speculation"] = _drafting(config.speculative_config)
+        value = reduce(lambda node, part: getattr(node, part, None), path.split("."), config)
+        if type(value) not in (bool, int, type(None)):  # an enum's member, or a dtype
+            value = str(getattr(value, "name", value)).removeprefix("torch.")
+        about[name] = value
+    if (drafts := config.speculative_config) is not None:
+        about["speculation"] = f"{drafts.method}, {drafts.num_speculative_tokens} drafts"
+        if rates := getattr(drafts, "synthetic_acceptance_rates", None):
+            about["speculation"] += f", all accepted up to each place at {', '.join(f'{rate:.3f}' for rate in rates)}"
     if routing := os.environ.get(ROUTING):
         about["routing"] = routing
     return {**about, "attention": _attention(config), **settings["args"]}
-
-
-def _drafting(config: Any) -> str:
-    rates = getattr(config, "synthetic_acceptance_rates", None)
-    synthetic = f", all accepted up to each place at {', '.join(f'{rate:.3f}' for rate in rates)}" if rates else ""
-    return f"{config.method}, {config.num_speculative_tokens} drafts{synthetic}"
-
-
-def _name(value: Any) -> str:
-    """Of an enum's member, or of a dtype."""
-    return str(getattr(value, "name", value)).removeprefix("torch.")
 
 
 def _attention(config: Any) -> str:

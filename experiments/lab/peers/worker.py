@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,42 +27,33 @@ from experiments.lab.peers.base import PeerAbsent, PeerError
 from mini_infer.core.errors import ConfigError
 
 
-class Worker:
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._peer: Any = None
-
-    def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """What there is to tell of an unforeseen error is a PeerError's."""
-        try:
-            return self._do(method, arguments)
-        except (PeerAbsent, ConfigError, NoProfile) as error:
-            return error
-        except Exception as error:
-            traceback.print_exc()
-            return PeerError(f"{type(error).__name__}: {error}")
-
-    def _do(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        if method == "open_peer":
-            self._peer = importlib.import_module(self._module).open_peer(**arguments)
-            gc.collect()
-            gc.freeze()  # the collector never looks at what start-up has made; the engine is measured so, too
-            return dict(self._peer.about)
-        if method == "serve":
-            gc.collect()
-            return from_outside(self._peer.serve, **arguments)
-        return getattr(self._peer, method)(**arguments)
-
-
 def main() -> None:
     connection = Connection(int(sys.argv[2]))
     os.set_inheritable(connection.fileno(), False)
     os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of the pipe when this process ends
     inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
-    worker = Worker(sys.argv[1])
+    peer: Any = None
     while True:
-        connection.send(worker.answer(*inbox.get()))
+        method, arguments = inbox.get()
+        try:
+            found: Any
+            if method == "open_peer":
+                peer = importlib.import_module(sys.argv[1]).open_peer(**arguments)
+                gc.collect()
+                gc.freeze()  # the collector never looks at what start-up has made; the engine is measured so, too
+                found = dict(peer.about)
+            elif method == "serve":
+                gc.collect()
+                found = from_outside(peer.serve, **arguments)
+            else:
+                found = getattr(peer, method)(**arguments)
+        except (PeerAbsent, ConfigError, NoProfile) as error:
+            found = error
+        except Exception as error:
+            traceback.print_exc()
+            found = PeerError(f"{type(error).__name__}: {error}")
+        connection.send(found)
 
 
 def _listen(connection: Connection, inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:

@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from experiments.lab.check import Checked, Count, Positive
+from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.spec import ModelSpec
+    from mini_infer.runtime.text.tokenizer import Tokenizer
 
 START = 16  # tokens: prompts that are to share nothing differ within these (one KV block of the default size)
 OPEN_LOOP_WARMUP = 16  # requests; how many will be in flight in an open loop depends on the engine
@@ -48,20 +54,41 @@ class Inputs:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Vocabulary(Protocol):
-    """What a workload needs to know of a model."""
+class Vocabulary:
+    """What a workload needs to know of a model, read without loading its weights."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._is_dry = model.load_format is LoadFormat.dry
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Ids that the model takes; its tokenizer may know fewer."""
+        return self._model.dry.vocab_size if self._is_dry else self._spec.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together that the model takes."""
-        ...
+        """Tokens of prompt and output together. The KV pool of an engine may be too small for as many."""
+        limit = self._model.dry.max_model_len if self._is_dry else self._spec.max_model_len
+        return min(self._model.max_model_len or limit, limit)
 
-    def encode(self, text: str) -> list[int]: ...
+    @cached_property
+    def _spec(self) -> ModelSpec:
+        from mini_infer.modeling.loader import load_spec  # beside torch, which takes longer to import than all else
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+        return load_spec(self._model)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from mini_infer.runtime.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self._model)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
 
 
 @dataclass(frozen=True)

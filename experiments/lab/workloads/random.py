@@ -4,6 +4,7 @@ long ones that arrive among running decodes, and conversations, whose turns repe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -52,12 +53,10 @@ class Uniform(Counted):
             vocabulary, self.max_prompt_tokens, self.max_output_tokens, "max_prompt_tokens", "max_output_tokens"
         )
         total = self.count + self.num_warmup
-        prompts = self._lengths(
-            generator(seed, "prompt lengths"), total, self.min_prompt_tokens, self.max_prompt_tokens
-        )
+        prompts = self._lengths(seed, "prompt", total, self.min_prompt_tokens, self.max_prompt_tokens)
         middle = (self.min_output_tokens + self.max_output_tokens) / 2
         reach = (self.max_output_tokens - self.min_output_tokens) / 2 * self.output_spread
-        outputs = self._lengths(generator(seed, "output lengths"), total, round(middle - reach), round(middle + reach))
+        outputs = self._lengths(seed, "output", total, round(middle - reach), round(middle + reach))
         classes = self._classes(seed)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         items = [
@@ -66,9 +65,10 @@ class Uniform(Counted):
         ]
         return self._parted(items)
 
-    def _lengths(self, rng: np.random.Generator, total: int, low: int, high: int) -> list[int]:
+    def _lengths(self, seed: int, of: str, total: int, low: int, high: int) -> list[int]:
         """The same draws for every range, so that two ranges differ by their width alone."""
-        return (low + np.floor(rng.random(total) * (high - low + 1))).astype(int).tolist()
+        drawn = generator(seed, f"{of} lengths").random(total)
+        return (low + np.floor(drawn * (high - low + 1))).astype(int).tolist()
 
     def _classes(self, seed: int) -> list[tuple[int, str]]:
         """Priority and name of each request, of the warm-up's too. Exactly the share of the measured ones is urgent."""
@@ -149,29 +149,21 @@ class MultiTurn(Arriving):
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         longest = self.prompt_tokens + (self.turns - 1) * (self.answer_tokens + self.user_tokens)
-        self._require_room(
-            vocabulary, longest, self.answer_tokens, "turns", "prompt_tokens", "user_tokens", "answer_tokens"
-        )
+        lower = "turns", "prompt_tokens", "user_tokens", "answer_tokens"
+        self._require_room(vocabulary, longest, self.answer_tokens, *lower)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
 
         def talk(conversations: int) -> tuple[Item, ...]:
             items: list[Item] = []
             for _ in range(conversations):
-                said = self.prompt_tokens
-                items.append(Item(tokens.draw(said), self.answer_tokens, name="turn1"))
+                said = self.prompt_tokens + self.answer_tokens
+                items.append(Item(tokens.draw(self.prompt_tokens), self.answer_tokens, name="turn1"))
                 for turn in range(2, self.turns + 1):
-                    said += self.answer_tokens
-                    items.append(
-                        Item(
-                            prompt=tokens.any(self.user_tokens),
-                            output_tokens=self.answer_tokens,
-                            follows=len(items) - 1,
-                            think_s=self.think_s,
-                            shared_tokens=said - 1,  # the last token of an answer was sampled, never computed
-                            name=f"turn{turn}",
-                        )
-                    )
-                    said += self.user_tokens
+                    following = partial(Item, follows=len(items) - 1, think_s=self.think_s)
+                    shared = said - 1  # the last token of an answer was sampled, never computed
+                    more = tokens.any(self.user_tokens)
+                    items.append(following(more, self.answer_tokens, shared_tokens=shared, name=f"turn{turn}"))
+                    said += self.user_tokens + self.answer_tokens
             return tuple(items)
 
         measured = talk(self.conversations)
@@ -214,21 +206,15 @@ class SharedPrefix(Counted):
             turns = [sorted(set(drawn.tolist())).index(group) for group in drawn.tolist()]  # without those of nobody
         group_of = dict(zip(sharing, turns, strict=True))
         prefixes = [tokens.draw(self.prefix_tokens) for _ in range(max(turns, default=-1) + 1)]
-        computed = set(range(len(prefixes))) if self.prime else set()
+        computed: set[int | None] = set(range(len(prefixes))) if self.prime else set()
         measured = []
-        for index in range(self.count):
-            group = group_of.get(index)
-            if group is None:
-                measured.append(Item(tokens.draw(length), self.output_tokens, name="miss"))
-                continue
-            prompt = prefixes[group] + tokens.draw(self.suffix_tokens)
-            hits = group in computed
-            computed.add(group)
-            shared = self.prefix_tokens if hits else 0
-            measured.append(Item(prompt, self.output_tokens, shared_tokens=shared, name="hit" if hits else "miss"))
+        for group in map(group_of.get, range(self.count)):
+            prompt = tokens.draw(length) if group is None else prefixes[group] + tokens.draw(self.suffix_tokens)
+            shared, name = (self.prefix_tokens, "hit") if group in computed else (0, "miss")
+            measured.append(Item(prompt, self.output_tokens, shared_tokens=shared, name=name))
+            computed |= {group} - {None}
         warmup = tuple(Item(tokens.draw(length), self.output_tokens) for _ in range(self.num_warmup))
-        prime: tuple[Item, ...] = ()
-        if self.prime:
-            prime = tuple(Item(prefix + tokens.draw(min(self.suffix_tokens, START)), 1) for prefix in prefixes)
+        primed = prefixes if self.prime else ()
+        prime = tuple(Item(prefix + tokens.draw(min(self.suffix_tokens, START)), 1) for prefix in primed)
         notes = {"sharing_requests": shares, "groups": len(prefixes)}
         return Inputs(tuple(measured), warmup, prime, notes)

@@ -18,11 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from mini_infer.core.errors import ConfigError
 
@@ -35,7 +34,6 @@ INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")  # of Mooncake
 HASH_BLOCK = 512  # tokens
 LATEST_MS = 10**15  # what a float holds to the tenth of a millisecond
-Numbered = Iterator[tuple[int, Any]]  # lines of a file, or records, from 1 on
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,13 @@ class Record:
 
 
 class BrokenLine(Exception):
-    """Its number, and what is wrong with it."""
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True)
 class TraceFile:
     name: str  # of the file, without its folder
-    format: str  # a key of PARSERS
+    format: str  # azure, or mooncake
     sha256: str
     records: tuple[Record, ...]  # in order of time
     lines: tuple[int, ...]  # of the file, that they stand on, from 1 on
@@ -88,18 +86,20 @@ def read(path: str) -> TraceFile:
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"workload.path={path} is empty. {WHERE}")
-    format = _detect(path, lines[0][1])
+    first, header = lines[0]
+    format, records, numbers = _detect(path, header), list[Record](), list[int]()
     try:
-        numbered = tuple(_checked(PARSERS[format](iter(lines))))
+        parse, body = (_mooncake, lines) if format == "mooncake" else (_azure(header), lines[1:])
+        for number, told in body:
+            numbers.append(number)
+            records.append(parse(told))
+            _check(*records[-2:])
     except BrokenLine as broken:
-        line, reason = broken.args
-        raise ConfigError(
-            f"{path}, line {line}: {reason}. Mend the file; no line is passed over in silence"
-        ) from broken
-    if not numbered:
+        at = numbers[-1] if numbers else first
+        raise ConfigError(f"{path}, line {at}: {broken}. Mend the file; no line is passed over in silence") from broken
+    if not records:
         raise ConfigError(f"workload.path={path} has a header and no requests. {WHERE}")
-    numbers, records = zip(*numbered, strict=True)
-    return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), records, numbers)
+    return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), tuple(records), tuple(numbers))
 
 
 def _detect(path: str, first: str) -> str:
@@ -113,42 +113,38 @@ def _detect(path: str, first: str) -> str:
     )
 
 
-def _checked(records: Numbered) -> Numbered:
-    before: float | None = None
-    for number, record in records:
-        for what, tokens in (("prompt", record.prompt_tokens), ("output", record.output_tokens)):
-            if not 1 <= tokens <= MOST_TOKENS:
-                raise BrokenLine(number, f"a request has 1 to {MOST_TOKENS:,} {what} tokens, this one has {tokens}")
-        if before is not None and record.time_s < before:
-            raise BrokenLine(
-                number, f"it is {before - record.time_s:.3f} s earlier than the line before it: sort the file by time"
-            )
-        before = record.time_s
-        yield number, record
+def _check(*last: Record) -> None:
+    """The newest record, behind the one before it."""
+    newest = last[-1]
+    for what, tokens in (("prompt", newest.prompt_tokens), ("output", newest.output_tokens)):
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise BrokenLine(f"a request has 1 to {MOST_TOKENS:,} {what} tokens, this one has {tokens}")
+    if (earlier := last[0].time_s - newest.time_s) > 0:
+        raise BrokenLine(f"it is {earlier:.3f} s earlier than the line before it: sort the file by time")
 
 
-def azure(lines: Numbered) -> Numbered:
-    """Records. Columns may stand in any order, and others beside them. Raises BrokenLine."""
-    number, line = next(lines)
-    header = [cell.strip() for cell in line.split(",")]
-    missing = [column for column in COLUMNS if column not in header]
+def _azure(header: str) -> Callable[[str], Record]:
+    """Columns may stand in any order, and others beside them."""
+    columns = [cell.strip() for cell in header.split(",")]
+    missing = [column for column in COLUMNS if column not in columns]
     if missing:
-        raise BrokenLine(number, f"the columns are {','.join(header)}; {', '.join(missing)} missing")
-    for number, line in lines:
+        raise BrokenLine(f"the columns are {','.join(columns)}; {', '.join(missing)} missing")
+
+    def parse(line: str) -> Record:
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(header):
-            raise BrokenLine(number, f"it has {len(cells)} of {len(header)} columns: {line[:60]!r}")
-        row = dict(zip(header, cells, strict=True))
-        yield number, Record(_time(number, row[TIME]), _int(number, PROMPT, row), _int(number, OUTPUT, row))
+        if len(cells) != len(columns):
+            raise BrokenLine(f"it has {len(cells)} of {len(columns)} columns: {line[:60]!r}")
+        row = dict(zip(columns, cells, strict=True))
+        time_s = _time(row[TIME])
+        for column in (PROMPT, OUTPUT):
+            if not INTEGER.fullmatch(row[column]):
+                raise BrokenLine(f"{column} must be a whole number, got {row[column]!r}")
+        return Record(time_s, int(row[PROMPT]), int(row[OUTPUT]))
+
+    return parse
 
 
-def _int(number: int, column: str, row: dict[str, str]) -> int:
-    if not INTEGER.fullmatch(row[column]):
-        raise BrokenLine(number, f"{column} must be a whole number, got {row[column]!r}")
-    return int(row[column])
-
-
-def _time(number: int, text: str) -> float:
+def _time(text: str) -> float:
     match = MOMENT.fullmatch(text)
     try:
         if match is None:
@@ -157,45 +153,32 @@ def _time(number: int, text: str) -> float:
         zone = "+00:00" if offset in (None, "Z") else offset
         moment = datetime.strptime(seconds.replace("T", " ") + zone, "%Y-%m-%d %H:%M:%S%z")
     except ValueError:
-        raise BrokenLine(number, f"{TIME} must look like 2023-11-16 18:15:46.6805900, got {text!r}") from None
+        raise BrokenLine(f"{TIME} must look like 2023-11-16 18:15:46.6805900, got {text!r}") from None
     epoch = datetime(2000, 1, 1, tzinfo=timezone.utc)  # near enough for a float to keep all seven digits
     return (moment - epoch).total_seconds() + float(fraction or 0)
 
 
-def mooncake(lines: Numbered) -> Numbered:
-    """Records. Raises BrokenLine."""
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise BrokenLine(number, f"it is no JSON, or cut short: ...{line[-60:]!r}") from None
-        if not isinstance(row, dict):
-            raise BrokenLine(number, f"it must be an object with {', '.join(FIELDS)}, got {line[:60]!r}")
-        missing = [name for name in FIELDS if name not in row]
-        if missing:
-            raise BrokenLine(number, f"{', '.join(missing)} missing; it has {', '.join(row)}")
-        yield number, _record(number, *(row[name] for name in FIELDS))
-
-
-def _record(number: int, timestamp: Any, prompt: Any, output: Any, ids: Any) -> Record:
-    is_number = isinstance(timestamp, (int, float)) and not isinstance(timestamp, bool)
-    if not is_number or not abs(timestamp) < LATEST_MS:
-        raise BrokenLine(number, f"timestamp must be milliseconds, got {timestamp!r}")
+def _mooncake(line: str) -> Record:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise BrokenLine(f"it is no JSON, or cut short: ...{line[-60:]!r}") from None
+    if not isinstance(row, dict):
+        raise BrokenLine(f"it must be an object with {', '.join(FIELDS)}, got {line[:60]!r}")
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        raise BrokenLine(f"{', '.join(missing)} missing; it has {', '.join(row)}")
+    timestamp, prompt, output, ids = (row[name] for name in FIELDS)
+    if type(timestamp) not in (int, float) or not abs(timestamp) < LATEST_MS:
+        raise BrokenLine(f"timestamp must be milliseconds, got {timestamp!r}")
     for name, value in (("input_length", prompt), ("output_length", output)):
-        if not _is_int(value):
-            raise BrokenLine(number, f"{name} must be a whole number, got {value!r}")
-    if not isinstance(ids, list) or not all(_is_int(value) for value in ids):
-        raise BrokenLine(number, f"hash_ids must be a list of whole numbers, got {str(ids)[:60]}")
+        if type(value) is not int:
+            raise BrokenLine(f"{name} must be a whole number, got {value!r}")
+    if not isinstance(ids, list) or any(type(value) is not int for value in ids):
+        raise BrokenLine(f"hash_ids must be a list of whole numbers, got {str(ids)[:60]}")
     blocks = -(-prompt // HASH_BLOCK)
     if prompt > 0 and len(ids) != blocks:
         raise BrokenLine(
-            number, f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}"
+            f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}"
         )
     return Record(timestamp / 1e3, prompt, output, tuple(ids))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-PARSERS = {"azure": azure, "mooncake": mooncake}
