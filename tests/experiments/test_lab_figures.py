@@ -145,12 +145,12 @@ def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
     values = dict.fromkeys(variants, 5.0)
     given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")])
     found = bars.of(PanelSpec("output_tokens_per_s"), given)
-    assert list(found.series) == ["concurrency 1", "concurrency 8"]
+    assert found.series == ["concurrency 1", "concurrency 8"]
     assert (found.dots, found.log) == (True, False)
     few = {"base": 5.0, "new": 6.0}
     given = result(rows=[*rows(few), *rows(few, point="concurrency=1")])
     found = bars.of(PanelSpec("output_tokens_per_s"), given)
-    assert (found.names, list(found.series), found.dots) == (["1", "8"], list(given.info.variants.values()), False)
+    assert (found.names, found.series, found.dots) == (["1", "8"], list(given.info.variants.values()), False)
 
 
 def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
@@ -186,7 +186,7 @@ def test_pairs_that_cannot_be_told_from_one_are_grey():
     given = result(sizes=(1,), variants={v: v for v in measured}, baseline="none", rows=found)
     figure = frame.new(4, 4)
     ax = figure.subplots()
-    assert matrix.draw(ax, "output_tokens_per_s", given)
+    assert matrix.draw(ax, PanelSpec("output_tokens_per_s"), given)
     noise = ax.images[0].get_array()
     assert noise.mask.tolist() == [[True, False], [True, False]]  # a is told from 1, b and its interaction are not
     assert "(1.00)" in texts(ax)

@@ -108,6 +108,11 @@ def point(name: str) -> str:
     return name.replace("=", " ").replace("_", " ")
 
 
+def at(name: str) -> str:
+    """` at 64 requests`; nothing where there is one point alone."""
+    return f" at {point(name)}" if name else ""
+
+
 def number(value: float) -> str:
     """Three significant digits, or all before the point: 12,345  123  12.3  1.23  0.00123; whole numbers whole."""
     size = abs(value)

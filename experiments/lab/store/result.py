@@ -127,6 +127,11 @@ class RunInfo:
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
+    def cells(self) -> list[tuple[str, str]]:
+        """Variant and point, point by point."""
+        return [(variant, point) for point in self.points for variant in self.variants]
+
+    @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
         return (*self.gates, *self.error_gates)
 
@@ -152,15 +157,22 @@ class Result:
         """With searches as their passes have bracketed the knee, those outside of the range among them."""
         return Table(knees.bracketed(self.rows, self.info.points, self.info.config))
 
+    def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
+        """Those that count, by process and repeat."""
+        return self.table.values(variant, point, metric)
+
+    def steps_of(self, variant: str, point: str) -> list[StepRow]:
+        return [step for step in self.steps if (step.variant, step.point) == (variant, point)]
+
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""
-        values, about = self.table.values(variant, point, metric), self.info.metrics.get(metric)
+        values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
         return stats.absolute(values, about is not None and about.share) if values else None
 
     def ratio(self, variant: str, point: str, metric: str) -> Estimate | None:
         """To the baseline, turn by turn."""
-        baseline = self.table.values(str(self.info.baseline), point, metric)
-        return stats.ratio(self.table.values(variant, point, metric), baseline)
+        baseline = self.values(str(self.info.baseline), point, metric)
+        return stats.ratio(self.values(variant, point, metric), baseline)
 
     @property
     def repeats(self) -> int:

@@ -17,7 +17,8 @@ ROWS = 5
 LETTER = 0.0145  # of the axis
 FAR = 3.0  # an end of an interval this many times beyond the outermost median or tick is an arrow
 NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
-BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020", "#E69F00"
+BETTER, WORSE, UNTOLD = "#0072B2", "#D55E00", "#8c8c8c"
+TICKS = (("target", "#202020", 13), ("aim", "#E69F00", 19))  # colour and height
 
 
 def draw(result: Result) -> Figure:
@@ -31,11 +32,16 @@ def draw(result: Result) -> Figure:
     ax.axvline(1, color=INK, linewidth=1)
     names, shared = _names(found, result.info)
     frame.name_rows(ax, names)
-    frame.log(ax.xaxis, ax, True)
+    frame.scale(ax.xaxis, log=True)
     left, right = min(ax.get_xlim()[0], 0.8), max(ax.get_xlim()[1], 1.25)
+    if right / left > 6:
+        places = ax.xaxis.get_major_locator().tick_values(left, right)
+    else:  # finer ones where all rows lie near 1
+        places = [place for place in NEAR if left <= place <= right]
+        places = places if right / left > 2 else [0.9, *places, 1.1]
+    frame.ticks(ax.xaxis, places)
     text = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
     ax.set_xlim(left, right * (right / left) ** (text / (1 - text)))
-    _ticks(ax, right)
     ax.set_xlabel(f"{shared}{_axis(found, result.info)}", fontsize=9)
     frame.legend(figure, [ax], least=1)
     return figure
@@ -54,14 +60,12 @@ def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float,
     (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
     name = ", ".join(filter(None, _parts(effect, info)))
     frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {answer.figures(effect, info)}"])
-    for tick, shade, height, label in ((effect.ticks[0], TARGET, 13, "target"), (effect.ticks[1], AIM, 19, "aim")):
+    for tick, (label, shade, height) in zip(effect.ticks, TICKS, strict=True):
         if tick is not None:
-            seen = label in ax.get_legend_handles_labels()[1]
-            ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2,
-                    label=None if seen else label)  # fmt: skip
+            legend = frame.once(ax, label)
+            ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2, label=legend)
     text = f"{wording.number(gain.median)}x   {answer.figures(effect, info)}"
-    ax.annotate(text, (1, row), (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-                va="center", fontsize=9, color=colour)  # fmt: skip
+    frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
 
 
 def _names(found: list[Effect], info: RunInfo) -> tuple[list[str], str]:
@@ -82,18 +86,6 @@ def _parts(effect: Effect, info: RunInfo) -> tuple[str, str, str]:
     if effect.reference is not None and effect.reference[0] == effect.cell[0]:
         where += f" beside {wording.point(effect.reference[1])}"
     return wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where
-
-
-def _ticks(ax: Axes, most: float) -> None:
-    """Up to `most`, beyond which figures stand; finer ones where all rows lie near 1."""
-    left, right = ax.get_xlim()
-    if most / left > 6:
-        frame.log_ticks(ax.xaxis)
-        frame.ticks(ax.xaxis, ax.xaxis.get_major_locator().tick_values(left, most))
-    else:
-        places = [place for place in NEAR if left <= place <= most]
-        frame.ticks(ax.xaxis, places if most / left > 2 else [0.9, *places, 1.1])
-    ax.set_xlim(left, right)
 
 
 def _axis(found: list[Effect], info: RunInfo) -> str:

@@ -11,61 +11,50 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
+from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
-
 NOISE = "#e0e0e0"  # of a pair whose interval holds 1: a colour would say more than is known
 
 
-def draw(ax: Axes, metric: str, result: Result) -> bool:
+def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """Below the diagonal: a pair's gain. Above it: that gain over the product of both alone; below 1 they eat each
     other. Grey, and above it in brackets, is what cannot be told from 1. Points are taken together, by the geometric
     mean. False where there is nothing to show."""
-    info, names = result.info, pairs.mechanisms(result)
-    cells, noise = np.full((2, len(names), len(names)), np.nan)
-    texts: dict[tuple[int, int], str] = {}
-    tips: dict[tuple[int, int], str] = {}
-
-    def enter(row: int, column: int, found: Estimate, unit: str = "x") -> None:
-        """Coloured by its value above the diagonal, and grey where nothing is told."""
-        text = f"{found.median:.2f}{unit}"
-        texts[row, column] = text if found.told or unit else f"({text})"
-        both = " and ".join(dict.fromkeys(info.variants[names[place]] for place in (column, row)))
-        tips[row, column] = f"{both}: {wording.interval(found, unit)}{'' if unit else ' of the product of both'}"
-        if not found.told:
-            noise[row, column] = 0
-        elif row < column:
-            cells[row, column] = found.median
-
-    for i, name in enumerate(names):
-        alone = pairs.gain(result, name, metric)
-        if alone is not None:
-            enter(i, i, alone)
-    if not texts:
+    info, metric, names = result.info, panel.metric, pairs.mechanisms(result)
+    told = {(n, n): alone for n, name in enumerate(names) if (alone := pairs.gain(result, name, metric))}
+    if not told:
         return False
     for pair in pairs.of(result, metric):
         j, i = names.index(pair.first), names.index(pair.second)
-        enter(i, j, pair.both)
-        enter(j, i, pair.interaction, "")
+        told |= {(i, j): pair.both, (j, i): pair.interaction}
+    cells, noise = np.full((2, len(names), len(names)), np.nan)
+    tips = []
+    for (row, column), found in told.items():
+        unit = "x" if row >= column else ""
+        if not found.told:
+            noise[row, column] = 0
+        elif not unit:
+            cells[row, column] = found.median
+        text, weight = f"{found.median:.2f}{unit}", "bold" if row == column else "normal"
+        text = text if found.told or unit else f"({text})"
+        ax.annotate(text, (column, row), ha="center", va="center", fontsize=9, fontweight=weight)
+        both = " and ".join(dict.fromkeys(info.variants[names[place]] for place in (column, row)))
+        tips.append(f"{both}: {wording.interval(found, unit)}{'' if unit else ' of the product of both'}")
     ax.imshow(noise, cmap=ListedColormap([NOISE]))
     ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
-    for (row, column), text in texts.items():
-        weight = "bold" if row == column else "normal"
-        ax.annotate(text, (column, row), ha="center", va="center", fontsize=9, fontweight=weight)
-    rows, columns = zip(*texts, strict=True)
+    rows, columns = zip(*told, strict=True)
     (unseen,) = ax.plot(columns, rows, "s", alpha=0, markersize=20)
-    frame.says(unseen, list(tips.values()))
+    frame.says(unseen, tips)
     labels = [textwrap.fill(info.variants[name], 12) for name in names]
     ax.set_xticks(range(len(names)), labels, fontsize=8, rotation=45)
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     ax.grid(visible=False)
     ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
-    words = ("bold: alone; below: the pair; above: the pair /", "the product of both; grey: may be 1")
-    ax.set_xlabel("\n".join(words), fontsize=8)
+    ax.set_xlabel("bold: alone; below: the pair; above: the pair /\nthe product of both; grey: may be 1", fontsize=8)
     return True
 
 
