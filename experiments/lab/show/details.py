@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from experiments.lab.judge import pairs
-from experiments.lab.show import predictions, verdicts, wording
+from experiments.lab.show import predictions, wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import Grid, Sheet, predictions_of
@@ -87,7 +87,7 @@ def _made(result: Result) -> str:
 
 def _verdicts(result: Result) -> str:
     rows = []
-    for line in verdicts.lines(result):
+    for line in wording.verdicts(result):
         verdict = f"**{line.verdict}**" + (f": {line.why}" if line.why else "")
         rows.append((line.claim, verdict, line.measured, line.source))
     return wording.table(("claim", "verdict", "measured", "source"), rows) if rows else ""

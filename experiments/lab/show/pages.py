@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
-from experiments.lab.show import answer, effects, predictions, verdicts, wording
+from experiments.lab.show import answer, effects, predictions, wording
 from experiments.lab.show.answer import flags, invalid, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
@@ -97,7 +97,7 @@ def _strip(result: Result, since: Since) -> str:
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
-        "claims": verdicts.counted(result) or "none",
+        "claims": wording.counted(result) or "none",
         "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
         "code": moved(info, since),
     }

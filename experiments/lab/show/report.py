@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import sweeps, verdicts
+from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -86,7 +86,7 @@ def summary(result: Result) -> str:
     grids = Sheet(result).grids(named)
     shown = grids if sum(len(grid.rows) for grid in grids) <= SCREEN_ROWS else Sheet(result).grids(named[:1])
     lines += ["", *(textwrap.indent(grid.text(), "  ") + "\n" for grid in shown)]
-    for line in verdicts.lines(result):
+    for line in wording.verdicts(result):
         text = f"{line.claim}: measured {line.measured}" + (f" ({line.why})" if line.why else "")
         lines.append(_wrapped(text, f"  {line.verdict:>12}  ", 16))
     return "\n".join(lines)

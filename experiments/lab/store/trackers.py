@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.lab import sweep
 from experiments.lab.schema import TrackerKind, TrackerSettings
-from experiments.lab.show import verdicts
+from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
 
 NOT_SERIES = ("variant", "point", "preempted", "finished")  # columns of a step that are no numbers
@@ -74,7 +74,7 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
                 run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
                 for row in rows:
                     run.log({f"{name}/{column}": value for column, value in row.items()})
-    claims: list[Values] = [asdict(verdicts.of_claim(judged, info)) for judged in result.judgements]
+    claims: list[Values] = [wording.of_claim(judged, info)._asdict() for judged in result.judgements]
     with started("report") as run:
         tables = {"medians": list(medians.values()), "claims": claims, "values": [*map(asdict, result.rows)]}
         for name, rows in tables.items():
