@@ -12,7 +12,7 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store import result as store
-from experiments.lab.store.result import COMPLETE, Result, StoreError
+from experiments.lab.store.result import COMPLETE, RunInfo, StoreError
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 NONE_SHOWN = "no difference shown"
@@ -24,25 +24,27 @@ between them counts in full. Of rows without any difference, about one in twenty
 
 def compare(a: Path, b: Path, revision: str = "") -> str:
     """As text; `revision`: of git, at which `a` was what is compared. Raises StoreError where it makes no sense."""
-    first, second = store.read(a), store.read(b)
+    results = store.read(a), store.read(b)
+    first, second = (result.info for result in results)
+    title = f"{second.experiment}: {second.title}"
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")
-    if first == second:
-        when = f"of {first.info.provenance.started}, {wording.commit(first.info.provenance)}"
-        return f"{second.info.experiment}: {second.info.title}\n\nA and B are the same measurement, {when}."
-    if first.info.experiment != second.info.experiment and not revision:  # by which it may have had another name
-        names = f"A is a run of {first.info.experiment} and B of {second.info.experiment}"
+    if results[0] == results[1]:
+        when = f"of {first.provenance.started}, {wording.commit(first.provenance)}"
+        return f"{title}\n\nA and B are the same measurement, {when}."
+    if first.experiment != second.experiment and not revision:  # by which it may have had another name
+        names = f"A is a run of {first.experiment} and B of {second.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")
-    sheets = Sheet(first), Sheet(second)
-    grids = [grid for name in first.info.metrics for grid in _grids(*sheets, name)]
+    sheets = Sheet(results[0]), Sheet(results[1])
+    grids = [grid for name in first.metrics for grid in _grids(*sheets, name)]
     if not grids:
         raise StoreError("A and B have no variant, point and metric in common: there is nothing to compare")
     verdicts = Counter(row[-1] for grid in grids for row in grid.rows)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     parts = [
-        f"{second.info.experiment}: {second.info.title}",
+        title,
         "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
-        *([OTHER_MACHINE] if wording.device(first.info) != wording.device(second.info) else []),
+        *([OTHER_MACHINE] if wording.device(first) != wording.device(second) else []),
         *(grid.text() for grid in grids),
         f"{verdicts.total()} rows: {counted}.\n{FOOTNOTE}",
         *_left_out(first, second),
@@ -51,27 +53,24 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def _origin(name: str, path: Path | str, result: Result) -> str:
-    origin, status = result.info.provenance, result.info.status
-    incomplete = "" if status == COMPLETE else f"; {status.upper()}"
-    measured = f"   {origin.started}, {wording.commit(origin)}{incomplete}"
-    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(result.info)}"])
+def _origin(name: str, path: Path | str, info: RunInfo) -> str:
+    incomplete = "" if info.status == COMPLETE else f"; {info.status.upper()}"
+    measured = f"   {info.provenance.started}, {wording.commit(info.provenance)}{incomplete}"
+    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(info)}"])
 
 
 def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     """One table; where that is too wide for a screen, one a point."""
-    info = a.info
-    if metric not in b.info.metrics or info.metrics[metric].unit != b.info.metrics[metric].unit:
+    info, others = a.info, b.info
+    if metric not in others.metrics or info.metrics[metric].unit != others.metrics[metric].unit:
         return []
     rows: dict[str, list[tuple[str, ...]]] = {}
-    for point in (point for point in info.points if point in b.info.points):
-        for variant in (variant for variant in info.variants if variant in b.info.variants):
-            cells = _cells(a, b, variant, point, metric)
-            if cells:
-                rows.setdefault(point, []).append((info.variants[variant], *cells))
+    for variant, point in (cell for cell in info.cells if cell in others.cells):
+        if cells := _cells(a, b, variant, point, metric):
+            rows.setdefault(point, []).append((info.variants[variant], *cells))
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
-    joined = tuple((f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines)
-    grid = Grid(title, header, joined)
+    joined = [(f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines]
+    grid = Grid(title, header, tuple(joined))
     if not joined or grid.width <= SCREEN:
         return [grid] if joined else []
     return [Grid(f"{title} at {point}", header, tuple(lines)) for point, lines in rows.items()]
@@ -82,15 +81,13 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
     shown = [sheet.value(variant, point, metric) for sheet in (a, b)]
     if wording.NOTHING in shown:
         return ()
-    theirs, ours = (sheet.table.values(variant, point, metric) for sheet in (a, b))
+    theirs, ours = (sheet.result.values(variant, point, metric) for sheet in (a, b))
     for name, sheet, values, text in (("A", a, theirs, shown[0]), ("B", b, ours, shown[1])):
-        if not values:
-            return (*shown, wording.NOTHING, f"{text} in {name}")
-        if sheet.info.fails(variant, point):
-            return (*shown, wording.NOTHING, f"gate FAILED in {name}")
+        if not values or sheet.info.fails(variant, point):
+            return (*shown, wording.NOTHING, f"{'gate FAILED' if values else text} in {name}")
+    every = {*theirs.values(), *ours.values()}
     if not stats.in_range(theirs) or not stats.in_range(ours):
         return (*shown, wording.NOTHING, "a knee outside of the range")
-    every = {*theirs.values(), *ours.values()}
     if len(every) == 1:
         return (*shown, "1" if every != {0.0} else wording.NOTHING, "the same")
     if min(every) <= 0:
@@ -108,22 +105,21 @@ def _verdict(found: stats.Estimate, metric: Metric) -> str:
     return "B better" if improved else "B worse"
 
 
-def _left_out(a: Result, b: Result) -> list[str]:
+def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
     """What only one of the two has."""
     lines = []
     for what in ("variants", "points", "metrics"):
         for name, ours, theirs in (("A", a, b), ("B", b, a)):
-            only = [key or "(one point)" for key in getattr(ours.info, what) if key not in getattr(theirs.info, what)]
-            if only:
-                lines.append(f"Only in {name}, {what}: {', '.join(only)}")
+            only = [key or "(one point)" for key in getattr(ours, what) if key not in getattr(theirs, what)]
+            lines += [f"Only in {name}, {what}: {', '.join(only)}"] if only else []
     return ["\n".join(lines)] if lines else []
 
 
-def _differences(a: Result, b: Result) -> list[str]:
+def _differences(*infos: RunInfo) -> list[str]:
     """Config, device and versions, key by key."""
     first, second = (
-        points.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
-        for r in (a, b)
+        points.flat({**info.config, "device": info.provenance.device, "versions": info.provenance.versions})
+        for info in infos
     )
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
     told = ((key, first.get(key, wording.NOTHING), second.get(key, wording.NOTHING)) for key in keys)
