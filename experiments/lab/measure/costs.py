@@ -290,4 +290,4 @@ def read(path: Path) -> CostFile:
 def save(path: Path, found: CostFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(store.plain(found), sort_keys=False, width=110, allow_unicode=True)
-    store.write_atomic(path, HEADER + text)
+    store.write_atomic({path: HEADER + text})

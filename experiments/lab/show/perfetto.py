@@ -32,9 +32,10 @@ def write(result: Result, path: Path) -> int:
     told = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run}
     told |= {"commit": info.provenance.commit or "none", "started": info.provenance.started}
     document = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": told}
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.write_atomic(path, json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        store.write_atomic({path: text})
     except OSError as error:
         raise StoreError(f"the trace cannot be written to {path}: {error}") from error
     return len(found)

@@ -46,7 +46,7 @@ class Kept:
         path = self._path(process)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, pickle.dumps((self._key(config), found)))
+            write_atomic({path: pickle.dumps((self._key(config), found))})
         except OSError as error:
             print(f"process {process + 1} is not kept for --resume: {error}", file=sys.stderr)
 

@@ -274,7 +274,7 @@ def write(root: Path, result: Result) -> Path:
     files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(files)
+        write_atomic(files)
         for ending in (*TABLES.keys() - texts.keys(), REMARKS):
             _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
@@ -282,13 +282,9 @@ def write(root: Path, result: Result) -> Path:
     return path
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    _replace({path: data})
-
-
-def _replace(files: Mapping[Path, str | bytes]) -> None:
-    """Writes all of them beside their places before it touches the first."""
+def write_atomic(files: Mapping[Path, str | bytes]) -> None:
+    """A reader sees an old file or the new one, never half of it: all are written beside their places before the first
+    is touched."""
     made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, temporary in made.items():
