@@ -90,6 +90,10 @@ def is_share(name: str, info: RunInfo) -> bool:
     return info.metrics[name].unit == "" and name not in RATIOS
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def setting(key: str) -> str:
     """`workload.output_spread` as `output spread`, where an experiment has no words of its own for it."""
     name = key.rpartition(".")[2]

@@ -21,8 +21,8 @@ import json
 import math
 import os
 import re
-import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -40,8 +40,7 @@ from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRo
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, Turn, from_csv, rounded, to_csv
-from mini_infer.core.config_checks import field_types
+from experiments.lab.store.rows import Row, Table, Turn, converter, from_csv, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -237,13 +236,13 @@ def slug(text: str) -> str:
 def write_run(root: Path, result: Result) -> Path:
     """As `write`; but an incomplete run does not replace a complete one: it stands beside it until it is complete."""
     info = result.info
-    beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
-    folder = root / run_path(info).parent
-    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
-        return write(root, beside)
-    path = write(root, result)
-    for ending in (".json", REMARKS, *TABLES):
-        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+    folder, beside = root / run_path(info).parent, f"{info.run}{INCOMPLETE}"
+    with suppress(StoreError):
+        if info.status != COMPLETE and read(folder / f"{info.run}.json").info.status == COMPLETE:
+            info = replace(info, run=beside)
+    path = write(root, replace(result, info=info))
+    for ending in (".json", REMARKS, *TABLES) if info.run != beside else ():
+        (folder / f"{beside}{ending}").unlink(missing_ok=True)
     return path
 
 
@@ -253,30 +252,23 @@ def completed_by(info: RunInfo) -> Path | None:
     return path.with_name(info.run.removesuffix(INCOMPLETE)) if info.run.endswith(INCOMPLETE) else None
 
 
-def _is_complete(path: Path) -> bool:
-    try:
-        return read(path).info.status == COMPLETE
-    except StoreError:
-        return False
-
-
 def write(root: Path, result: Result) -> Path:
     """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then.
 
     Remarks go: they were about the rows that went."""
-    info = result.info
+    info, texts, stated = result.info, {}, {}
     path = root / run_path(info).parent / f"{info.run}.json"
-    rows = {ending: getattr(result, name) for ending, (name, _) in TABLES.items()}
-    texts = {end: to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
-    stated = {ending: {"rows": len(rows[ending]), "sha256": _sha256(text)} for ending, text in texts.items()}
+    for ending, (name, kind) in TABLES.items():
+        if (rows := getattr(result, name)) or ending == ".csv":
+            texts[ending] = to_csv(kind, rows)
+            stated[ending] = {"rows": len(rows), "sha256": _sha256(texts[ending])}
     document = {"format": FORMAT, "tables": stated, **plain(info)}
-    files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
-    files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    texts[".json"] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(files)
+        write_atomic({path.with_suffix(ending): text for ending, text in texts.items()})
         for ending in (*TABLES.keys() - texts.keys(), REMARKS):
-            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run
+            path.with_suffix(ending).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         raise StoreError(f"the results of {info.experiment} cannot be written to {path.parent}: {error}") from error
     return path
@@ -301,33 +293,25 @@ def read(path: Path) -> Result:
     """Reads `<run>.json` and the tables beside it. Raises StoreError where one is damaged or of another version."""
     try:
         document = json.loads(_text(path))
-    except ValueError as error:
-        raise StoreError(f"{path} is cut short or damaged ({error}): {AGAIN}") from error
-    found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
-        raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
-    try:
-        stated = document.pop("tables")
-        del document["format"]
-        rows = {name: _read_table(path, end, stated[end]) for end, (name, _) in TABLES.items() if end in stated}
-        info: RunInfo = typed(RunInfo, document)
-        written = _table_path(path, REMARKS)
+        found = document.pop("format", None)
+        if found != FORMAT:
+            raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
+        rows: dict[str, Any] = {}
+        for ending, stated in document.pop("tables").items():
+            name, kind = TABLES[ending]
+            text = _text(path.with_suffix(ending))
+            if _sha256(text) != stated["sha256"]:
+                lines = max(text.count("\n") - 1, 0)
+                raise StoreError(f"{path.with_suffix(ending)} is not the one that {path.name} was written with: it has "
+                                 f"{lines} of {stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
+            rows[name] = from_csv(kind, text)
+        written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        return Result(info, remarks=remarks, **rows)
+        return Result(converter(RunInfo)(document), remarks=remarks, **rows)
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StoreError(f"{path} is not a result file ({error!r}): {AGAIN}") from error
-
-
-def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any, ...]:
-    table = _table_path(path, ending)
-    text = _text(table)
-    if _sha256(text) != stated["sha256"]:
-        lines = max(text.count("\n") - 1, 0)
-        raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
-                         f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
-    return from_csv(TABLES[ending][1], text)
+        raise StoreError(f"{path} is cut short, or is not a result file ({error!r}): {AGAIN}") from error
 
 
 def _text(path: Path) -> str:
@@ -335,10 +319,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")  # universal newlines: a checkout may have changed them
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{path} cannot be read ({error}): {AGAIN}") from error
-
-
-def _table_path(path: Path, ending: str) -> Path:
-    return path.with_name(path.name.removesuffix(".json") + ending)
 
 
 def read_all(root: Path) -> list[Result]:
@@ -366,27 +346,4 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float):
         return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
-    return value
-
-
-def typed(hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
-    if is_dataclass(hint):
-        cls = typing.cast(type, hint)
-        hints = field_types(cls)
-        unknown = sorted(set(value) - set(hints))
-        if unknown:
-            raise ValueError(f"unknown fields {unknown}")
-        return cls(**{name: typed(hints[name], item) for name, item in value.items()})
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
-    if hint is float and isinstance(value, str):
-        return float(value)
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        return tuple(typed(arguments[0], item) for item in value)
-    if typing.get_origin(hint) is dict:
-        return {key: typed(arguments[1], item) for key, item in value.items()}
-    if type(None) in arguments:
-        return None if value is None else typed(arguments[0], value)
     return value

@@ -28,14 +28,14 @@ def find(results: Path, name: str) -> Path:
     parts = name.split("/", len(LEVELS))
     if not all(parts) or ".." in parts:
         raise StoreError(f"{name!r} is neither a result file nor experiment/scale.via/hardware/run")
-    folder = results
+    folder, run = results, parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
     for level, part in zip(LEVELS, [*parts, "", ""], strict=False):
         folder /= _chosen(folder, level, part)
-    run = parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
-    if not (folder / f"{run}.json").is_file():
+    path = folder / f"{run}.json"
+    if not path.is_file():
         stored = ", ".join(sorted(found.stem for found in folder.glob("*.json"))) or "none"
         raise StoreError(f"{folder} has no run {run}; it has: {stored}")
-    return folder / f"{run}.json"
+    return path
 
 
 def published(path: Path, revision: str, folder: Path) -> Path:
@@ -57,14 +57,12 @@ def published(path: Path, revision: str, folder: Path) -> Path:
 def _chosen(folder: Path, level: str, part: str) -> str:
     """The folder that is meant by `part`, or the only one there is."""
     known = sorted(found.name for found in folder.glob("*") if found.is_dir())
-    if part in known:
-        return part
-    fit = [name for name in known if name.startswith(f"{part}.")] if part else known
-    if len(fit) == 1:
-        return fit[0]
-    if fit:
+    fit = [part] if part in known else [name for name in known if name.startswith(f"{part}." if part else "")]
+    if len(fit) > 1:
         raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
-    raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
+    if not fit:
+        raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
+    return fit[0]
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,10 +100,8 @@ def table(results: Sequence[Result], root: Path = ROOT) -> str:
     """Runs whose code or question has changed since, those with most commits first; and how many are as they were."""
     found = [(commits_since(r.info, root), asked_differently(r.info, root), str(run_path(r.info))) for r in results]
     due = sorted((-(count or 0), name, other) for count, other, name in found if count or other)
-    lines = [
-        f"{-count:>5} commit{' ' if count == -1 else 's'}  {name}" + f", {ASKED_DIFFERENTLY}" * other
-        for count, name, other in due
-    ]
+    lines = [f"{-count:>5} commit{' ' if count == -1 else 's'}  {name}" + f", {ASKED_DIFFERENTLY}" * other
+             for count, name, other in due]  # fmt: skip
     lines += [f"    ?          {name}: no commit known, or no code named" for count, _, name in found if count is None]
     fresh = sum(count == 0 and not other for count, other, _ in found)
     return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,21 +96,21 @@ def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
     limit = settings.sync_timeout_s
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+        if done.returncode == 0:
+            return ", sent to W&B"
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("Error:")]
+        reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
     except subprocess.TimeoutExpired:
-        return f" could not be sent (no answer within {limit:g} s){later}"
+        reason = f"no answer within {limit:g} s"
     except OSError as error:
-        return f" could not be sent ({error}){later}"
-    if done.returncode == 0:
-        return ", sent to W&B"
-    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("Error:")]
-    reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
+        reason = str(error)
     return f" could not be sent ({reason}){later}"
 
 
 def _medians(result: Result) -> Medians:
     info, found = result.info, {}
-    for metric, point, variant in itertools.product(info.metrics, info.points, info.variants):
+    for metric, (variant, point) in itertools.product(info.metrics, info.cells):
         if e := result.estimate(variant, point, metric):
             ratio = result.ratio(variant, point, metric)
             gated = any(gate.covers(variant, point) for gate in info.every_gate)
@@ -128,17 +129,15 @@ def _medians(result: Result) -> Medians:
 def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[str, str, list[Values]]]:
     """(name, x, rows) of the metrics over the numeric setting with most values; other settings split the curves."""
     points = result.info.points
-    numbers: dict[str, set[Any]] = {}
-    for key, value in (pair for settings in points.values() for pair in settings.items()):
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            numbers.setdefault(key, set()).add(value)
+    numbers = {pair for at in points.values() for pair in at.items() if wording.is_number(pair[1])}
+    values = Counter(key for key, _ in numbers)
     curves: dict[tuple[str, str], list[Values]] = {}
-    for point, settings in points.items():
-        x = max(settings, key=lambda key: len(numbers.get(key, ())), default="")
-        if len(numbers.get(x, ())) < 2:
+    for point, at in points.items():
+        x = max(at, key=values.__getitem__, default="")
+        if values[x] < 2:
             continue
-        others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
-        row = {x: settings[x]}
+        others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in at.items() if key != x)
+        row = {x: at[x]}
         for metric in result.info.metrics:
             found = medians.get((variant, point, metric), {})
             ends = {f"{metric} {end}": found[end] for end in ("low", "high") if found.get(end) is not None}
@@ -150,6 +149,6 @@ def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[s
 
 def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Values]]]:
     for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
-        steps = [asdict(step) for step in result.steps if (step.variant, step.point) == (variant, point)]
+        steps = map(asdict, result.steps_of(variant, point))
         rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
         yield f"steps {point}".strip(), "start_s", rows

@@ -66,7 +66,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     each point stands on the x axis; empty where nothing is drawn."""
     info, key, values = result.info, str(panel.x), partial(result.values, metric=panel.metric)
     at_x = {p: at[key] for p, at in info.points.items() if key in at and any(values(v, p) for v in info.variants)}
-    numeric = all(map(is_number, at_x.values()))
+    numeric = all(map(wording.is_number, at_x.values()))
     place_of = {x: float(x if numeric else index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
     rests = {p: "" if alone else wording.point(_rest(info.points[p], key)) for p in at_x}
@@ -165,7 +165,7 @@ def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[l
     """Values alone, and what they are of, where points differ in one setting; else all but what the title has."""
     key = _only_key(result, points)
     if key is not None:
-        numbers = all(is_number(value) for point in points for value in result.info.points[point].values())
+        numbers = all(wording.is_number(value) for point in points for value in result.info.points[point].values())
         label = panel.x_label or (wording.setting(key) if numbers else "")
         return [_setting(result, point) for point in points], label
     told = {f"{name.rpartition('.')[2]}={value}" for name, value in panel.where.items()} | {panel.where.get("case")}
@@ -174,11 +174,7 @@ def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[l
 
 
 def plain_setting(value: Any) -> str:
-    return f"{value:,}" if is_number(value) else str(value)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:,}" if wording.is_number(value) else str(value)
 
 
 def _only_key(result: Result, points: Sequence[str]) -> str | None:

@@ -88,7 +88,7 @@ def _over(key: str, result: Result, *metrics: str) -> Result | None:
     info, alike = result.info, defaultdict[str, dict[str, dict[str, Any]]](dict)
     for name, settings in info.points.items():
         values = ([result.values(v, name, metric) for metric in metrics] for v in info.variants)
-        if set(metrics) <= set(info.metrics) and lines.is_number(settings.get(key)) and any(map(all, values)):
+        if set(metrics) <= set(info.metrics) and wording.is_number(settings.get(key)) and any(map(all, values)):
             others = {k: v for k, v in settings.items() if k not in (key, COUNT)}
             alike[repr(others)][name] = {key: settings[key]}
     kept = max(alike.values(), key=len, default={})
