@@ -126,11 +126,7 @@ def number(value: float) -> str:
         return "∞"
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 1:
-        return f"{value:.2f}"
-    return f"{value:#.3g}"
+    return f"{value:.{1 if size >= 10 else 2}f}" if size >= 1 else f"{value:#.3g}"
 
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
