@@ -7,7 +7,7 @@ from itertools import product
 from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show import effects, predictions, wording
+from experiments.lab.show import effects, grids, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
@@ -39,7 +39,7 @@ def sentence(result: Result) -> str:
         return told
     if most := at_most(result):
         return f"At most: {', '.join(most)}."
-    if told := predictions.sentence(result):
+    if told := grids.misses_in_words(result):
         return told
     claimed = effects.of_claims(result)
     if text := _one_by_one(claimed, info):

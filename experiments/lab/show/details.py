@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from experiments.lab.judge import pairs
-from experiments.lab.show import predictions, wording
+from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
-from experiments.lab.show.grids import Grid, Sheet, predictions_of
+from experiments.lab.show.grids import Grid, Sheet, gains_predicted, predictions_of
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Row
@@ -36,7 +36,7 @@ counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
     info = result.info
-    grids = [*pairs.grids(result), *predictions.gains(result), *Sheet(result).grids(list(info.metrics))]
+    grids = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid for point in stacks.points(result) for grid in stacks.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)

@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
-from experiments.lab.show import answer, effects, predictions, wording
+from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import flags, invalid, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
@@ -73,7 +73,7 @@ def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> s
         f"**{sentence(result)}**",
         _strip(result, since),
         *(picture(each) for each in gallery.of(result).first),
-        *(grid.markdown() for grid in predictions.errors(result)),
+        *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
     ]
     return "\n\n".join(part for part in parts if part)

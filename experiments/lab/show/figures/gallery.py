@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
-from experiments.lab.show.figures import bars, forest, frame, lines, load, matrix, stacks, timeline
+from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
@@ -58,7 +58,7 @@ def of(result: Result) -> Gallery:
     kept = [picture.name for picture in first]
     others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each.name not in kept]
     if effects.shown(result, 1) and not at_most(result):
-        first.insert(0, Picture("effects", "How much better", partial(forest.draw, result)))
+        first.insert(0, Picture("effects", "How much better", partial(worth.forest, result)))
     return Gallery(tuple(first), tuple(others))
 
 
@@ -83,14 +83,14 @@ def _under_load(result: Result) -> Iterator[Picture]:
     if stacks.memory_of(result):
         yield Picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:
-        yield Picture("experts", matrix.EXPERTS, partial(matrix.experts, result))
+        yield Picture("experts", worth.EXPERTS, partial(worth.experts, result))
 
 
 NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
 WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: timeline.gantt}  # which are the only panel of a figure
-ALONE = {PanelKind.matrix: matrix.draw, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
+ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
 
 
 def panels(plot: PlotSpec, result: Result) -> Figure:
