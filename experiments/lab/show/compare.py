@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.lab import points
 from experiments.lab.judge import stats
-from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store import result as store
@@ -92,17 +92,13 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
         return (*shown, "1" if every != {0.0} else wording.NOTHING, "the same")
     if min(every) <= 0:
         return (*shown, wording.NOTHING, "no ratio to 0")
-    found = stats.apart(ours, theirs)
-    return (*shown, wording.interval(found, "x"), _verdict(found, a.info.metrics[metric]))
-
-
-def _verdict(found: stats.Estimate, metric: Metric) -> str:
+    found, about = stats.apart(ours, theirs), a.info.metrics[metric]
+    is_speed = about.unit in SPEED or about.unit.endswith("/s")
+    verdict = ("B slower", "B faster") if is_speed else ("B worse", "B better")
+    told = verdict[(found.told > 0) == (about.better is Better.higher)]
     if not found.told:
-        return NONE_SHOWN if found.low is not None else "one repeat"
-    improved = (found.told > 0) == (metric.better is Better.higher)
-    if metric.unit in SPEED or metric.unit.endswith("/s"):
-        return "B faster" if improved else "B slower"
-    return "B better" if improved else "B worse"
+        told = NONE_SHOWN if found.low is not None else "one repeat"
+    return (*shown, wording.interval(found, "x"), told)
 
 
 def _left_out(a: RunInfo, b: RunInfo) -> list[str]:

@@ -128,12 +128,6 @@ def peers(info: RunInfo) -> list[str]:
     return [name for name in info.variants if kinds.get(name) in PEERS]
 
 
-def namesake(info: RunInfo, peer: str) -> str | None:
-    """Our variant that a peer's is like: of `vllm_w8a8` it is `w8a8`. None where there is none."""
-    name = peer.partition("_")[2]
-    return name if name in info.variants and name not in peers(info) else None
-
-
 def variant_kinds(info: RunInfo) -> dict[str, str]:
     """What measures each variant; of an implementation of a kernel its name."""
     variants = info.config.get("experiment", {}).get("variants", {})

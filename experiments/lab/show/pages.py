@@ -125,8 +125,10 @@ def _beside_others(result: Result) -> list[str]:
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
         compared: dict[str, list[str]] = {}
-        for peer in effects.peers(info):
-            own = effects.namesake(info, peer) or variant
+        peers = effects.peers(info)
+        for peer in peers:
+            name = peer.partition("_")[2]  # our variant that it is like: of `vllm_w8a8` it is `w8a8`
+            own = name if name in info.variants and name not in peers else variant
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))

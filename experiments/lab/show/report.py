@@ -28,9 +28,13 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     results are gone, and writes all pages as one HTML file.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
-    found, damaged = _read(results)
+    damaged: dict[Path, StoreError] = {}
+    found = store.read_all(results, damaged)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
+    # An incomplete run beside a complete one is not shown: the page is of the other.
+    beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
+    found = [r for r in found if store.run_path(r.info) not in beside]
     found = sweeps.with_beside([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
@@ -99,20 +103,6 @@ def summary(result: Result) -> str:
 
 def _page(result: Result) -> str:
     return page_name(result.info)
-
-
-def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
-    """All results that can be read, in the reports' order, and why others (paths below `results`) cannot. An incomplete
-    run beside a complete one is not shown: the page is of the other."""
-    found: list[Result] = []
-    damaged: dict[Path, StoreError] = {}
-    for path in sorted(results.glob(store.EVERY_RUN)):
-        try:
-            found.append(store.read(path))
-        except StoreError as error:
-            damaged[path.relative_to(results)] = error
-    known = {store.run_path(result.info) for result in found}
-    return store.in_order([r for r in found if store.completed_by(r.info) not in known]), damaged
 
 
 def _wrapped(text: str, start: str, indent: int = 2) -> str:

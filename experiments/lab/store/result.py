@@ -21,7 +21,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -246,12 +246,6 @@ def write_run(root: Path, result: Result) -> Path:
     return path
 
 
-def completed_by(info: RunInfo) -> Path | None:
-    """The path of the complete run that this one could not replace; None where it is no such run."""
-    path = run_path(info)
-    return path.with_name(info.run.removesuffix(INCOMPLETE)) if info.run.endswith(INCOMPLETE) else None
-
-
 def write(root: Path, result: Result) -> Path:
     """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then.
 
@@ -321,13 +315,18 @@ def _text(path: Path) -> str:
         raise StoreError(f"{path} cannot be read ({error}): {AGAIN}") from error
 
 
-def read_all(root: Path) -> list[Result]:
-    """Every result under `root`: page by page, hardware by name, each one's default run first."""
-    return in_order([read(path) for path in root.glob(EVERY_RUN)])
-
-
-def in_order(results: Sequence[Result]) -> list[Result]:
-    return sorted(results, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
+def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[Result]:
+    """Every result under `root`: page by page, hardware by name, each one's default run first. What cannot be read goes
+    into `damaged`, by its path below `root`; without one, StoreError is raised."""
+    found = []
+    for path in sorted(root.glob(EVERY_RUN)):
+        try:
+            found.append(read(path))
+        except StoreError as error:
+            if damaged is None:
+                raise
+            damaged[path.relative_to(root)] = error
+    return sorted(found, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
 
 
 def _sha256(text: str) -> str:

@@ -9,7 +9,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
         with started(label, variant=variant) as run:
             own = {f"{metric} {at}".strip(): row["median"] for (v, at, metric), row in medians.items() if v == variant}
             run.summary.update(own)
-            for name, x, rows in (*_over_points(result, variant, medians), *_over_time(result, variant)):
+            curves = _over_points(result, variant, medians)
+            for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
+                steps = map(asdict, result.steps_of(variant, point))
+                rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
+                curves.append((f"steps {point}".strip(), "start_s", rows))
+            for name, x, rows in curves:
                 run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
                 for row in rows:
                     run.log({f"{name}/{column}": value for column, value in row.items()})
@@ -145,10 +150,3 @@ def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[s
         if len(row) > 1:
             curves.setdefault((f"points {others}".strip(), x), []).append(row)
     return [(name, x, sorted(rows, key=lambda row: row[x])) for (name, x), rows in curves.items()]
-
-
-def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Values]]]:
-    for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
-        steps = map(asdict, result.steps_of(variant, point))
-        rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
-        yield f"steps {point}".strip(), "start_s", rows

@@ -290,8 +290,11 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         places = [*(a for a, _ in best), max(a for a, _ in found.values())]
         ax.step(places, [*(b for _, b in best), best[-1][1]], where="post", color=INK, linewidth=1,
                 label="nothing is better in both")  # fmt: skip
-    # The winner is the last, and has the first colour.
-    shapes = {point: _shape(info.points[point]) for point in reversed(found)}
+    shapes = {}
+    for point in reversed(found):  # the winner is the last, and has the first colour
+        values = {key.rpartition(".")[2]: info.points[point].get(key) for key in SHAPE}
+        named = " ".join(f"{key}={value}" for key, value in values.items() if value not in UNNAMED)
+        shapes[point] = wording.point(named) or "replicas"
     order = list(dict.fromkeys(shapes.values()))
     for point, shape in shapes.items():
         (x, y), index, bound = found[point], order.index(shape), OF_BOUND in point
@@ -306,8 +309,3 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44), fontsize=9)
         ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36), fontsize=9)
     return bool(found)
-
-
-def _shape(settings: Mapping[str, Any]) -> str:
-    values = {key.rpartition(".")[2]: settings.get(key) for key in SHAPE}
-    return wording.point(" ".join(f"{k}={v}" for k, v in values.items() if v not in UNNAMED)) or "replicas"
