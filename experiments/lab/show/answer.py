@@ -105,7 +105,7 @@ def figures(effect: Effect, info: RunInfo) -> str:
         target = "" if effect.target is None else wording.value(effect.target, effect.metric, info, unit=False)
         return f"{own}, target {target}" if target else own
     base = wording.middle(effect.base, effect.metric, info, unit=False)
-    return f"{base} -> {own}" if _is_off(effect, info) else f"{own} against {base}"
+    return f"{base} -> {own}" if effect.beside in OFF else f"{own} against {base}"
 
 
 def invalid(result: Result) -> int:
@@ -129,8 +129,7 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
     parts, before = [], ("", "", "")
     for effect in sorted(found, key=lambda each: subjects.index(_who(each, info))):
         # A baseline that is the same engine without the mechanism need not be named.
-        named = effect.reference and not effect.at_another_point and not _is_off(effect, info)
-        other = info.variants[effect.reference[0]] if named and effect.reference else ""
+        other = "" if effect.at_another_point or effect.beside in OFF else effect.beside
         who, _, at = here = (_who(effect, info), other, wording.point(effect.cell[1]))
         head = f"{who} against {other}" if other not in ("", before[1]) else who if here[:2] != before[:2] else ""
         parts.append(": ".join(part for part in (head, at if here != before else "", in_words(effect, info)) if part))
@@ -140,11 +139,7 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
 
 def _who(effect: Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
-    return "" if len(info.variants) == 1 or (_is_off(effect, info) and own in ON) else own
-
-
-def _is_off(effect: Effect, info: RunInfo) -> bool:
-    return effect.reference is not None and info.variants[effect.reference[0]] in OFF
+    return "" if len(info.variants) == 1 or (effect.beside in OFF and own in ON) else own
 
 
 def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:

@@ -37,6 +37,7 @@ class Effect:
     aim: float | None = None
     guards: bool = False  # a claim asks that nothing is lost, not that something is gained
     reason: str = ""  # why there is no figure that counts
+    beside: str = ""  # the label of the reference's variant
 
     @property
     def at_another_point(self) -> bool:
@@ -113,13 +114,14 @@ def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:
 def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
     """What was measured of both; nothing where a gate speaks against one of them."""
     info, better = result.info, result.info.metrics[metric].better
-    if info.fails(*cell) or (reference and info.fails(*reference)):
-        return Effect(metric, cell, reference, better, None, None, None, reason=reason)
-    own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
-    paired = stats.ratio(result.values(*cell, metric), result.values(*reference, metric)) if reference else None
+    own = base = paired = None
+    if not (info.fails(*cell) or (reference and info.fails(*reference))):
+        own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
+        paired = stats.ratio(result.values(*cell, metric), result.values(*reference, metric)) if reference else None
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
-    return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
+    beside = info.variants[reference[0]] if reference else ""
+    return Effect(metric, cell, reference, better, own, base, paired, reason=reason, beside=beside)
 
 
 def peers(info: RunInfo) -> list[str]:

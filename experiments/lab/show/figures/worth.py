@@ -69,7 +69,13 @@ def forest(result: Result) -> Figure:
     frame.ticks(ax.xaxis, places)
     room = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
     ax.set_xlim(left, right * (right / left) ** (room / (1 - room)))
-    ax.set_xlabel(f"{shared}{': ' if shared else ''}{_axis([effect for effect, _ in found], info)}", fontsize=9)
+    beside = {"" if effect.at_another_point else effect.beside for effect, _ in found}
+    (other,) = beside if len(beside) == 1 else ("what it is compared with",)
+    words = f"times better than {'without it' if other == 'without' else other}"
+    if not other:
+        alone = all(effect.reference is None for effect, _ in found)
+        words = "times its target" if alone else "times better than at the point that it is compared with"
+    ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}", fontsize=9)
     frame.legend(figure, [ax], least=1)
     return figure
 
@@ -78,18 +84,9 @@ def _parts(effect: Effect, info: RunInfo) -> tuple[str, str, str]:
     """Metric, variant and point."""
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
     where = wording.point(effect.cell[1])
-    if effect.reference is not None and effect.reference[0] == effect.cell[0]:
+    if effect.reference is not None and effect.at_another_point:
         where += f" beside {wording.point(effect.reference[1])}"
     return wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where
-
-
-def _axis(found: list[Effect], info: RunInfo) -> str:
-    beside = {info.variants[e.reference[0]] if e.reference and e.reference[0] != e.cell[0] else "" for e in found}
-    if beside == {""}:
-        named = {e.reference for e in found}
-        return "times its target" if named == {None} else "times better than at the point that it is compared with"
-    (other,) = beside if len(beside) == 1 else ("what it is compared with",)
-    return f"times better than {'without it' if other == 'without' else other}"
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
