@@ -100,6 +100,11 @@ def setting(key: str) -> str:
     return "requests" if name == "count" else name.replace("_", " ")
 
 
+def others(settings: Mapping[str, Any], left_out: str) -> str:
+    """As a point's name has them: `batch=8 mode=x`."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != left_out)
+
+
 def titled(text: str, name: str) -> str:
     """`text`, and at which point: nothing more where there is one alone."""
     return f"{text}, {point(name)}" if name else text

@@ -1,13 +1,5 @@
-"""The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
-
-    results/<experiment>/<scale>.<via>/<hardware>/
-        <run>.csv            one row per (variant, point, repeat, process, metric)
-        <run>.json           config, command, commit, versions, device, gates, claims, ...
-        <run>.steps.csv      one row per engine step of one point: where the experiment asks for it
-        <run>.requests.csv   one per request of every pass
-        <run>.gaps.csv       one per pass that counts: how long its tokens took
-        <run>.profile.csv    one per kernel of a decode step: likewise
-        <run>.experts.csv    one per layer with experts: where the engine counts their tokens
+"""The result store: results/<experiment>/<scale>.<via>/<hardware>/<run>.csv with the numbers, <run>.json with all that
+is needed to understand them, and more tables (see TABLES) where the experiment asks for them.
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
 beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
@@ -50,12 +42,12 @@ REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run 
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
 TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Result's field, and the type of its rows
-    ".csv": ("rows", Row),
-    ".steps.csv": ("steps", StepRow),
-    ".requests.csv": ("requests", RequestRow),
-    ".gaps.csv": ("gaps", GapRow),
-    ".profile.csv": ("kernels", KernelRow),
-    ".experts.csv": ("experts", ExpertRow),
+    ".csv": ("rows", Row),  # one per (variant, point, repeat, process, metric)
+    ".steps.csv": ("steps", StepRow),  # one per engine step of one point
+    ".requests.csv": ("requests", RequestRow),  # one per request of every pass
+    ".gaps.csv": ("gaps", GapRow),  # one per pass that counts: how long its tokens took
+    ".profile.csv": ("kernels", KernelRow),  # one per kernel of a decode step
+    ".experts.csv": ("experts", ExpertRow),  # one per layer with experts
 }
 
 
@@ -167,11 +159,6 @@ class Result:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
         return stats.absolute(values, about is not None and about.share) if values else None
-
-    def ratio(self, variant: str, point: str, metric: str) -> Estimate | None:
-        """To the baseline, turn by turn."""
-        baseline = self.values(str(self.info.baseline), point, metric)
-        return stats.ratio(self.values(variant, point, metric), baseline)
 
     @property
     def repeats(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import sweep
+from experiments.lab.judge import stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
@@ -117,7 +118,8 @@ def _medians(result: Result) -> Medians:
     info, found = result.info, {}
     for metric, (variant, point) in itertools.product(info.metrics, info.cells):
         if e := result.estimate(variant, point, metric):
-            ratio = result.ratio(variant, point, metric)
+            baseline = result.values(str(info.baseline), point, metric)
+            ratio = stats.ratio(result.values(variant, point, metric), baseline)
             gated = any(gate.covers(variant, point) for gate in info.every_gate)
             found[variant, point, metric] = {
                 "metric": metric,
@@ -141,12 +143,11 @@ def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[s
         x = max(at, key=values.__getitem__, default="")
         if values[x] < 2:
             continue
-        others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in at.items() if key != x)
         row = {x: at[x]}
         for metric in result.info.metrics:
             found = medians.get((variant, point, metric), {})
             ends = {f"{metric} {end}": found[end] for end in ("low", "high") if found.get(end) is not None}
             row |= {metric: found["median"], **ends} if found else {}
         if len(row) > 1:
-            curves.setdefault((f"points {others}".strip(), x), []).append(row)
+            curves.setdefault((f"points {wording.others(at, x)}".strip(), x), []).append(row)
     return [(name, x, sorted(rows, key=lambda row: row[x])) for (name, x), rows in curves.items()]

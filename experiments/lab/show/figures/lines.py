@@ -69,7 +69,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     numeric = all(map(wording.is_number, at_x.values()))
     place_of = {x: float(x if numeric else index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
-    rests = {p: "" if alone else wording.point(_rest(info.points[p], key)) for p in at_x}
+    rests = {p: "" if alone else wording.point(wording.others(info.points[p], key)) for p in at_x}
     estimate = of_metric(info.metrics[panel.metric])
     for row, (variant, label) in enumerate(info.variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):
@@ -111,11 +111,10 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
         # Several points that all say something of one setting: a curve goes along it.
         if not named and len(names) > 1 and set.intersection(*(set(info.points[point]) for point in names)):
-            key = _only_key(result, names)
-            for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
-                name = point if key is None else _setting(result, point)
+            key, short = _by_setting(result, names)
+            for name, at_x, at_y in zip(short or names, x.medians, y.medians, strict=True):
                 ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
-            if key is not None:
+            if short:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
             named = True
     if drawn:
@@ -163,11 +162,10 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
 
 def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[list[str], str]:
     """Values alone, and what they are of, where points differ in one setting; else all but what the title has."""
-    key = _only_key(result, points)
-    if key is not None:
+    key, short = _by_setting(result, points)
+    if short:
         numbers = all(wording.is_number(value) for point in points for value in result.info.points[point].values())
-        label = panel.x_label or (wording.setting(key) if numbers else "")
-        return [_setting(result, point) for point in points], label
+        return short, panel.x_label or (wording.setting(key) if numbers else "")
     told = {f"{name.rpartition('.')[2]}={value}" for name, value in panel.where.items()} | {panel.where.get("case")}
     shown = (" ".join(word for word in point.split(" ") if word not in told) for point in points)
     return [wording.point(name) for name in shown], panel.x_label
@@ -177,20 +175,13 @@ def plain_setting(value: Any) -> str:
     return f"{value:,}" if wording.is_number(value) else str(value)
 
 
-def _only_key(result: Result, points: Sequence[str]) -> str | None:
-    """What all points differ in, where it is one thing: then its values are names enough."""
-    keys = {tuple(result.info.points[point]) for point in points}
-    (only, *others) = keys or {()}
-    return only[0].rpartition(".")[2] if not others and len(only) == 1 else None
-
-
-def _setting(result: Result, point: str) -> str:
-    (value,) = result.info.points[point].values()
-    return plain_setting(value)
-
-
-def _rest(settings: Mapping[str, Any], x: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
+def _by_setting(result: Result, points: Sequence[str]) -> tuple[str, list[str]]:
+    """What all points differ in, where it is one thing, and its values, which are names enough; else nothing."""
+    settings = [result.info.points[point] for point in points]
+    keys = {tuple(at) for at in settings}
+    if len(keys) != 1 or len(settings[0]) != 1:
+        return "", []
+    return next(iter(settings[0])).rpartition(".")[2], [plain_setting(*at.values()) for at in settings]
 
 
 FORMULA = "formula_tokens_per_s"
