@@ -11,7 +11,7 @@ from experiments.lab.judge import pairs
 from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
-from experiments.lab.show.grids import Grid, Sheet, gains_predicted, predictions_of
+from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Row
@@ -36,8 +36,8 @@ counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
     info = result.info
-    grids = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
-    profiles = [grid for point in stacks.points(result) for grid in stacks.tables(point, result)]
+    tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
+    profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)
               for line in wording.verdicts(result)]  # fmt: skip
@@ -45,10 +45,10 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
         fold("Figures", "\n\n".join([*map(picture, gallery.of(result).others), *_steps(result)])),
-        fold("Tables", _markdown(grids)),
+        fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
         fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
         fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
-        fold("Where a decode step's time goes", profiles and f"{stacks.describe(result)}\n\n{_markdown(profiles)}"),
+        fold("Where a decode step's time goes", profiles and "\n\n".join([stacks.describe(result), *profiles])),
         fold("What was generated", _samples(info)),
         fold("How it was measured, and how to run it again", _made(result)),
     ]
@@ -57,10 +57,6 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
 def fold(title: str, text: object) -> str:
     """Nothing where there is nothing to fold."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>" if text else ""
-
-
-def _markdown(grids: Sequence[Grid]) -> str:
-    return "\n\n".join(grid.markdown() for grid in grids)
 
 
 def _made(result: Result) -> str:

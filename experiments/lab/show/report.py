@@ -35,14 +35,15 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     # An incomplete run beside a complete one is not shown: the page is of the other.
     beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
     found = [r for r in found if store.run_path(r.info) not in beside]
-    found = sweeps.with_beside([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
+    page_of = lambda result: page_name(result.info)  # noqa: E731
+    found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     drawn: dict[str, str] = {}  # figures as <svg>, by their names
     stale: set[str | None] = set()  # pages whose other figures, made earlier, go
-    for page, group in groupby(found, key=_page):
+    for page, group in groupby(found, key=page_of):
         if only not in (None, page):
             continue
         own = list(group)
@@ -62,7 +63,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     # A page whose results cannot be read is known, too: which scale is the default one only the file itself would say.
     pages_of = {path: (path.parts[0], ".".join(path.parts[:2])) for path in damaged}
     if only is None:
-        pages = {_page(r) for r in found}.union(*pages_of.values())
+        pages = set(map(page_of, found)).union(*pages_of.values())
         gone = [path for path in reports.glob("*.md") if path != index and path.stem not in pages]
         for path in (path for path in gone if path.read_bytes().startswith(MARK.encode())):
             path.unlink()
@@ -99,10 +100,6 @@ def summary(result: Result) -> str:
         text = f"{line.claim}: measured {line.measured}" + (f" ({line.why})" if line.why else "")
         lines.append(_wrapped(text, f"  {line.verdict:>12}  ", 16))
     return "\n".join(lines)
-
-
-def _page(result: Result) -> str:
-    return page_name(result.info)
 
 
 def _wrapped(text: str, start: str, indent: int = 2) -> str:

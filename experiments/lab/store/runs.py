@@ -30,7 +30,13 @@ def find(results: Path, name: str) -> Path:
         raise StoreError(f"{name!r} is neither a result file nor experiment/scale.via/hardware/run")
     folder, run = results, parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
     for level, part in zip(LEVELS, [*parts, "", ""], strict=False):
-        folder /= _chosen(folder, level, part)
+        known = sorted(found.name for found in folder.glob("*") if found.is_dir())
+        fit = [part] if part in known else [name for name in known if name.startswith(f"{part}." if part else "")]
+        if len(fit) > 1:
+            raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
+        if not fit:
+            raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
+        folder /= fit[0]
     path = folder / f"{run}.json"
     if not path.is_file():
         stored = ", ".join(sorted(found.stem for found in folder.glob("*.json"))) or "none"
@@ -52,17 +58,6 @@ def published(path: Path, revision: str, folder: Path) -> Path:
         elif ending == ".json":
             raise StoreError(f"{path} was not published at {revision}, neither there nor where it was moved from")
     return folder / path.name
-
-
-def _chosen(folder: Path, level: str, part: str) -> str:
-    """The folder that is meant by `part`, or the only one there is."""
-    known = sorted(found.name for found in folder.glob("*") if found.is_dir())
-    fit = [part] if part in known else [name for name in known if name.startswith(f"{part}." if part else "")]
-    if len(fit) > 1:
-        raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
-    if not fit:
-        raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
-    return fit[0]
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -63,7 +63,7 @@ def of(result: Result) -> Gallery:
 
 
 def _courses(result: Result) -> Iterator[Picture]:
-    for point in timeline.points(result):
+    for point in result.info.points:
         for index, variants in enumerate(timeline.pairs(result, point)):
             labels = " and ".join(result.info.variants[v] for v in variants)
             title = wording.titled(f"Step by step: {labels}", point)

@@ -113,11 +113,6 @@ TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
 
-def points(result: Result) -> list[str]:
-    profiled = {profile.point for profile in result.info.profiles}
-    return [point for point in result.info.points if point in profiled]
-
-
 def describe(result: Result) -> str:
     steps = " or ".join(str(n) for n in sorted({profile.steps for profile in result.info.profiles}))
     text = (
@@ -140,14 +135,14 @@ def describe(result: Result) -> str:
 
 
 def tables(point: str, result: Result) -> list[Grid]:
-    """One line a variant, and for each its kernels, the longest first."""
+    """One line a variant, and for each its kernels, the longest first; none of a point that was not profiled."""
     labels, own = result.info.variants, [profile for profile in result.info.profiles if profile.point == point]
     rows = []
     for p in own:
         times = map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us))
         rows.append((labels[p.variant], str(p.rows), *times, f"{100 * p.idle_share:.2f} %"))
     header = ("variant", "rows", "step, µs", "profiled, µs", "kernels, µs", "idle between steps, µs", "share")
-    grids = [Grid(f"Decode steps {point}".strip(), header, tuple(rows))]
+    grids = [Grid(f"Decode steps {point}".strip(), header, tuple(rows))] if rows else []
     for profile in own:
         kernels = sorted(_kernels(profile, result), key=lambda row: -row.us)
         shown = kernels if len(kernels) <= ROWS + 1 else kernels[:ROWS]

@@ -52,12 +52,6 @@ class Shape:
     largest: np.ndarray  # equals `mean` where nothing was put together
 
 
-def points(result: Result) -> list[str]:
-    """The points whose steps the run stored, in the report's order."""
-    stored = {step.point for step in result.steps}
-    return [point for point in result.info.points if point in stored]
-
-
 def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
     """Which variants stand on a figure together: first those that the first claim compares, then the others."""
     stored = [v for v in result.info.variants if result.steps_of(v, point)]

@@ -13,11 +13,10 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import answer, effects, wording
-from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelSpec
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result
 
 ROWS = 5
 LETTER = 0.0145  # of the axis
@@ -33,7 +32,14 @@ def forest(result: Result) -> Figure:
     figure, ax = frame.one(1.15 + 0.48 * len(found), grid="x")
     marks = [1.0, *(place for effect, gain in found for place in (gain.median, *effect.ticks) if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
-    parts = [_parts(effect, info) for effect, _ in found]
+    many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
+    parts = []  # of each row metric, variant and point
+    for effect, _ in found:
+        another = (
+            f" beside {wording.point(effect.reference[1])}" if effect.reference and effect.at_another_point else ""
+        )
+        where = f"{wording.point(effect.cell[1])}{another}"
+        parts.append((wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where))
     for row, (effect, gain) in enumerate(found):
         colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
         ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
@@ -78,15 +84,6 @@ def forest(result: Result) -> Figure:
     ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}", fontsize=9)
     frame.legend(figure, [ax], least=1)
     return figure
-
-
-def _parts(effect: Effect, info: RunInfo) -> tuple[str, str, str]:
-    """Metric, variant and point."""
-    many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
-    where = wording.point(effect.cell[1])
-    if effect.reference is not None and effect.at_another_point:
-        where += f" beside {wording.point(effect.reference[1])}"
-    return wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
