@@ -35,10 +35,9 @@ def forest(result: Result) -> Figure:
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
     parts = []  # of each row metric, variant and point
     for effect, _ in found:
-        another = (
-            f" beside {wording.point(effect.reference[1])}" if effect.reference and effect.at_another_point else ""
-        )
-        where = f"{wording.point(effect.cell[1])}{another}"
+        where = wording.point(effect.cell[1])
+        if effect.reference and effect.at_another_point:
+            where += f" beside {wording.point(effect.reference[1])}"
         parts.append((wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where))
     for row, (effect, gain) in enumerate(found):
         colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
