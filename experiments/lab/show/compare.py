@@ -11,8 +11,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
-from experiments.lab.store import result as store
-from experiments.lab.store.result import COMPLETE, RunInfo, StoreError
+from experiments.lab.store.result import COMPLETE, RunInfo, StoreError, read
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 NONE_SHOWN = "no difference shown"
@@ -24,7 +23,7 @@ between them counts in full. Of rows without any difference, about one in twenty
 
 def compare(a: Path, b: Path, revision: str = "") -> str:
     """As text; `revision`: of git, at which `a` was what is compared. Raises StoreError where it makes no sense."""
-    results = store.read(a), store.read(b)
+    results = read(a), read(b)
     first, second = (result.info for result in results)
     title = f"{second.experiment}: {second.title}"
     if a.resolve() == b.resolve():

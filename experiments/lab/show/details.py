@@ -12,8 +12,7 @@ from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result, RunInfo, run_path
 from experiments.lab.store.rows import Row
 
 NAMES_SHOWN = 12  # of preempted requests
@@ -106,7 +105,7 @@ def _steps(result: Result) -> list[str]:
     """What the figures of steps show, who lost its place and how often, and where to see more."""
     if not result.steps:
         return []
-    lines, path = [], store.run_path(result.info)
+    lines, path = [], run_path(result.info)
     for variant, label in result.info.variants.items():
         times = Counter(name for step in result.steps if step.variant == variant for name in step.preempted)
         names = [f"{name} {count} times" if count > 1 else name for name, count in times.most_common(NAMES_SHOWN)]
@@ -136,10 +135,10 @@ def _fenced(text: str) -> str:
 def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     if result.runs:
-        paths = [(run.run, f"../results/{store.run_path(run).as_posix()}.csv") for run in result.runs]
+        paths = [(run.run, f"../results/{run_path(run).as_posix()}.csv") for run in result.runs]
         return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    data = f"../results/{store.run_path(info).as_posix()}"
+    data = f"../results/{run_path(info).as_posix()}"
     files = {"csv": ".csv", "json": ".json"}
     files |= {"steps": ".steps.csv"} if result.steps else {}
     files |= {"kernels": ".profile.csv"} if result.kernels else {}

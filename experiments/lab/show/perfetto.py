@@ -13,8 +13,7 @@ from typing import Any
 
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show.figures.timeline import first_pass, phases
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, StoreError
+from experiments.lab.store.result import Result, StoreError, write_atomic
 
 Event = dict[str, Any]
 ENGINE = 1  # the thread of the steps
@@ -34,7 +33,7 @@ def write(result: Result, path: Path) -> int:
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.write_atomic({path: text})
+        write_atomic({path: text})
     except OSError as error:
         raise StoreError(f"the trace cannot be written to {path}: {error}") from error
     return len(found)

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.lab import axes
-from experiments.lab.store import result as store
 from experiments.lab.store.provenance import git
-from experiments.lab.store.result import Result, RunInfo, StoreError, run_path
+from experiments.lab.store.result import TABLES, Result, RunInfo, StoreError, run_path
 
 LEVELS = ("experiment", "scale.via", "hardware")
 
@@ -20,7 +19,7 @@ def find(results: Path, name: str) -> Path:
     """The JSON of a run. `name` is a result file (.json, one of its .csv) or experiment[/scale.via[/hardware[/run]]]:
     `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
-    for ending in sorted((".json", *store.TABLES), key=len, reverse=True):
+    for ending in sorted((".json", *TABLES), key=len, reverse=True):
         if name.endswith(ending):
             if not path.is_file():
                 raise StoreError(f"{path} does not exist")
@@ -51,7 +50,7 @@ def published(path: Path, revision: str, folder: Path) -> Path:
     moves = git(path.parent, "log", "--follow", "--diff-filter=R", "--format=", "--name-status", f"{revision}..HEAD",
                 "--", path.name) or ""  # fmt: skip
     old = moves.splitlines()[-1].split("\t")[1] if moves.strip() else f"./{path.name}"
-    for ending in (".json", *store.TABLES):
+    for ending in (".json", *TABLES):
         text = git(path.parent, "show", f"{revision}:{old.removesuffix('.json')}{ending}")
         if text is not None:
             (folder / f"{path.stem}{ending}").write_text(text, encoding="utf-8", newline="")

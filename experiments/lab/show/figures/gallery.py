@@ -14,10 +14,8 @@ from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
 from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
-from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, slug
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def _courses(result: Result) -> Iterator[Picture]:
         for index, variants in enumerate(timeline.pairs(result, point)):
             labels = " and ".join(result.info.variants[v] for v in variants)
             title = wording.titled(f"Step by step: {labels}", point)
-            name = f"steps-{store.slug(point)}".rstrip("-") + (f"-{index + 1}" if index else "")
+            name = f"steps-{slug(point)}".rstrip("-") + (f"-{index + 1}" if index else "")
             yield Picture(name, title, partial(timeline.draw, result, point, variants))
 
 
@@ -131,7 +129,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     if groups is not None and groups.out_of:
         words.append(f"the best {len(groups.names)} of {groups.out_of}")
     words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
-    ax.set_title(", ".join(words), fontsize=8, color=INK)
+    ax.set_title(", ".join(words), fontsize=8, color=frame.INK)
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
     if groups is not None:

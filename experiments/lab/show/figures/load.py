@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from experiments.lab.judge import knees
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
-from experiments.lab.show.figures.frame import INK, line_style
 from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
@@ -37,7 +36,7 @@ def pareto_of(result: Result) -> tuple[Result, str] | None:
 def pareto(result: Result, latency: str) -> Figure:
     """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
     figure, ax = frame.one(HEIGHT, WIDTH)
-    ax.set_title("up and left is better", fontsize=8, color=INK)
+    ax.set_title("up and left is better", fontsize=8, color=frame.INK)
     lines.curve(ax, PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True), result)
     frame.scale(ax.yaxis, log=True)
     ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
@@ -55,9 +54,9 @@ def goodput(result: Result, knee: str) -> Figure:
     """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
     figure, ax = frame.one(HEIGHT, WIDTH)
     most = max(settings[RATE] for settings in result.info.points.values())
-    ax.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=":", label="all that is offered")
+    ax.plot([0, most], [0, most], color=frame.INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(knee, fontsize=8, color=INK)
+    ax.set_title(knee, fontsize=8, color=frame.INK)
     ax.set_xlim(left=0)
     frame.scale(ax.yaxis)
     ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
@@ -175,7 +174,7 @@ def _panel(ax: Axes, waits: Waits, result: Result) -> None:
         if variant not in waits.values:
             continue
         x, share = above(*waits.values[variant])
-        look = {name: line_style(row, 0)[name] for name in ("color", "linestyle")}
+        look = {name: frame.line_style(row, 0)[name] for name in ("color", "linestyle")}
         ax.step(x, share, where="post", label=label, **look)
         least = min(s for s in share if s > 0)
         told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
@@ -189,6 +188,6 @@ def _panel(ax: Axes, waits: Waits, result: Result) -> None:
     ax.set_yscale("log")
     ax.set_ylim(max(smallest / 1.5, 0.01), 130)
     frame.log_ticks(ax.yaxis)
-    ax.set_title("lower is better", fontsize=8, color=INK)
+    ax.set_title("lower is better", fontsize=8, color=frame.INK)
     ax.set_xlabel(waits.label, fontsize=9)
     ax.set_ylabel(f"share of {waits.what} above (%)", fontsize=9)

@@ -18,7 +18,6 @@ from matplotlib.ticker import MaxNLocator
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show import effects
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import INK, plain
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
@@ -128,7 +127,7 @@ def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: b
     tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
     tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
     if binned:
-        tokens.stairs(both.largest, both.edges, color=INK, linewidth=0.6, label="largest step of a bin")
+        tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
     times = course(lambda s: 1e3 * s.duration_s)
     duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
 
@@ -168,7 +167,7 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
-        ax.yaxis.set_major_formatter(plain)
+        ax.yaxis.set_major_formatter(frame.plain)
         if faint and ax is axes[0]:
             for each in every:
                 each.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))

@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from experiments.lab.judge import pairs
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
@@ -56,7 +55,7 @@ def forest(result: Result) -> Figure:
                 ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2, label=legend)
         text = f"{wording.number(gain.median)}x   {figures}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
-    ax.axvline(1, color=INK, linewidth=1)
+    ax.axvline(1, color=frame.INK, linewidth=1)
     # What all rows have in common stands below them.
     alike = [len(set(every)) == 1 for every in zip(*parts, strict=True)]
     own = [", ".join(text for text, same in zip(row, alike, strict=True) if text and not same) for row in parts]
