@@ -9,7 +9,7 @@ from functools import partial
 
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
-from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.prediction import Miss
 from experiments.lab.show import effects, wording
 from experiments.lab.spec import BOUND, PREDICTED, STEPS
@@ -60,8 +60,7 @@ class Grid:
 
 def metric_title(metric: Metric) -> str:
     unit = f", {metric.unit}" if metric.unit else ""
-    better = "higher" if metric.better is Better.higher else "lower"
-    return f"{metric.label[0].upper()}{metric.label[1:]}{unit} ({better} is better)"
+    return f"{metric.label[0].upper()}{metric.label[1:]}{unit} ({metric.better.value} is better)"
 
 
 def predictions_of(info: RunInfo) -> dict[str, str]:

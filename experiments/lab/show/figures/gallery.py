@@ -10,7 +10,6 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
 from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
@@ -128,7 +127,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
     if groups is not None and groups.out_of:
         words.append(f"the best {len(groups.names)} of {groups.out_of}")
-    words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
+    words.append(f"{metric.better.value} is better")
     ax.set_title(", ".join(words), fontsize=8, color=frame.INK)
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE

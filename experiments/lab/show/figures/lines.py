@@ -188,74 +188,58 @@ FORMULA = "formula_tokens_per_s"
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
 
-class _Series(NamedTuple):
-    label: str
-    colour: int  # a variant's is the same in all panels
-    found: Sequence[tuple[float, Repeats]]  # places on the x axis, and speed-ups
-    line: tuple[Sequence[float], Sequence[float]]  # by the formula
-
-
 def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """Speed-up over the baseline, measured, as points with intervals, and by Leviathan's formula, as lines through
     them. It knows the measured costs of steps and the acceptance, and nothing of the times of passes with drafts:
     over a setting, a series a variant, it is its tokens per second for the rows that each step had, over those measured
     of the baseline; over a metric (acceptance), a series a point, through its variants, it is that of a full batch.
     False where there is nothing to show."""
-    info, key = result.info, str(panel.x)
-    found = (_over_metric if key in info.metrics else _over_setting)(panel, key, result)
-    for one in found:
-        x, speedups = zip(*one.found, strict=True)
+    info, key, places = result.info, str(panel.x), list[float]()
+    metric, setting = info.metrics.get(key), sorted((at[key], name) for name, at in info.points.items() if key in at)
+    if metric:
+        series = [(wording.point(p) or "measured", [(v, p) for v in info.variants]) for p in info.points]
+    else:
+        series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
+    for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
+        x_of = {cell: median(own.values()) if metric else info.points[cell[1]][key] for cell in cells
+                if (own := result.values(*cell, key)) or not metric}  # fmt: skip
+        measured, told = (
+            [(x, ratios) for cell, x in x_of.items() if (ratios := _ratios(name, panel, result, *cell))]
+            for name in (panel.metric, FORMULA)
+        )
+        if not measured:
+            continue
+        x, speedups = zip(*measured, strict=True)
         y = intervals(speedups, stats.factors)
-        style = line_style(one.colour, 0) | y.caps | {"linestyle": "none"}
-        dots, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=one.label, **style)
-        frame.says(dots, [tip(one.label, plain(place), repeats, stats.factors) for place, repeats in one.found])
-        ax.plot(*one.line, color=style["color"], linewidth=1.1)
+        style = line_style(row, 0) | y.caps | {"linestyle": "none"}
+        dots, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=label, **style)
+        frame.says(dots, [tip(label, plain(place), repeats, stats.factors) for place, repeats in measured])
+        line = [(place, median(ratios.values())) for place, ratios in told]
+        if metric:
+            line = _of_acceptance(min(x), max(x), cells, result)
+        ax.plot([place for place, _ in line], [ratio for _, ratio in line], color=style["color"], linewidth=1.1)
+        places += x
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     if panel.mark is not None:
         ax.axvline(panel.mark, color=BOUND, linewidth=1, linestyle="--", label=panel.mark_label or plain(panel.mark))
     if panel.log_x:
         ax.set_xscale("log")
-        frame.ticks(ax.xaxis, spread(sorted({x for one in found for x, _ in one.found}), np.log))
+        frame.ticks(ax.xaxis, spread(sorted(set(places)), np.log))
     frame.scale(ax.yaxis)
-    metric = info.metrics.get(key)
     ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)), fontsize=9)
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
-    return bool(found)
+    return bool(places)
 
 
-def _over_setting(panel: PanelSpec, key: str, result: Result) -> list[_Series]:
-    places = sorted((at[key], name) for name, at in result.info.points.items() if key in at)
-    found = []
-    for row, (variant, label) in enumerate(result.info.variants.items()):
-        measured, told = (
-            [(x, ratios) for x, name in places if (ratios := _ratios(metric, panel, result, variant, name))]
-            for metric in (panel.metric, FORMULA)
-        )
-        if measured:
-            line = ([x for x, _ in told], [median(ratios.values()) for _, ratios in told])
-            found.append(_Series(label, row, measured, line))
-    return found
-
-
-def _over_metric(panel: PanelSpec, key: str, result: Result) -> list[_Series]:
-    """The line is the formula for any acceptance, at the point's median costs, from a little below the lowest
-    acceptance measured to a little above the highest."""
-    variants, values, found = result.info.variants, result.values, []
-    for row, name in enumerate(result.info.points):
-        measured = [(median(at.values()), ratios) for v in variants if (at := values(v, name, key))
-                    and (ratios := _ratios(panel.metric, panel, result, v, name))]  # fmt: skip
-        if not measured:
-            continue
-        costs = [[cost for v in variants for cost in values(v, name, metric).values() if cost] for metric in COSTS]
-        line: tuple[list[float], list[float]] = ([], [])
-        if all(costs):
-            draft_cost, verify_cost, drafts = map(median, costs)
-            low, high = min(x for x, _ in measured), max(x for x, _ in measured)
-            rates = np.linspace(max(0.0, low - 0.05), min(1.0, high + 0.05), 60).tolist()
-            line = (rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates])
-        found.append(_Series(wording.point(name) or "measured", row, measured, line))
-    return found
+def _of_acceptance(low: float, high: float, cells: Sequence[tuple[str, str]], result: Result) -> list[Any]:
+    """The formula from a little below the lowest acceptance measured to a little above the highest, at median costs."""
+    costs = [[cost for cell in cells for cost in result.values(*cell, name).values() if cost] for name in COSTS]
+    if not all(costs):
+        return []
+    draft_cost, verify_cost, drafts = map(median, costs)
+    rates = np.linspace(max(0.0, low - 0.05), min(1.0, high + 0.05), 60).tolist()
+    return [(a, leviathan_speedup(a, round(drafts), draft_cost, verify_cost)) for a in rates]
 
 
 def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
