@@ -101,7 +101,6 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
 
 
 def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
-    """What only one of the two has."""
     lines = []
     for what in ("variants", "points", "metrics"):
         for name, ours, theirs in (("A", a, b), ("B", b, a)):
@@ -111,7 +110,6 @@ def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
 
 
 def _differences(*infos: RunInfo) -> list[str]:
-    """Config, device and versions, key by key."""
     first, second = (
         points.flat({**info.config, "device": info.provenance.device, "versions": info.provenance.versions})
         for info in infos

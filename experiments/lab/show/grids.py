@@ -137,7 +137,6 @@ class Sheet:
         return [joined] if joined.width <= SCREEN else [self._long(name, points=[point]) for point in points]
 
     def _long(self, name: str, beside: Sequence[str] = (), points: Sequence[str] = ()) -> Grid:
-        """A row a variant, point by point."""
         info = self.info
         points = points or self._points(name)
         columns = self._named(len(points) > 1, len(info.variants) > 1) | {"median [95 %]": self.value}

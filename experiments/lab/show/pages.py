@@ -203,10 +203,8 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
 
 def readme_with(text: str, results: Sequence[Result]) -> str:
     """A README whose table between the markers is made from the results; without them, as it was."""
-    if BEGIN not in text or END not in text:
-        return text
-    before, rest = text.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{_readme_table(results)}\n{END}{rest.split(END, 1)[1]}"
+    between = f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})"
+    return re.sub(between, lambda _: f"\n{_readme_table(results)}\n", text, count=1)
 
 
 def column(info: RunInfo) -> str:

@@ -74,7 +74,6 @@ def _step(step: StepRow, pid: int) -> Iterator[Event]:
 
 
 def _request(request: RequestRow, here: Event) -> Iterator[Event]:
-    """Phases up to the last moment that is known."""
     told = ("name", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
     args = {name: getattr(request, name) for name in told}
     known = list(phases(request))

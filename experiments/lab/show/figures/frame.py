@@ -133,8 +133,7 @@ def _arrows(ax: Axes) -> None:
     """Where an interval leaves the axis."""
     limits = [sorted(ax.get_xlim()), sorted(ax.get_ylim())]
     bars = [bar for each in ax.containers if isinstance(each, ErrorbarContainer) for bar in each.lines[2]]
-    ends = [(bar.get_color(), *segment) for bar in bars for segment in bar.get_segments() if len(segment)]
-    for colour, start, end in ends:
+    for colour, (start, end) in [(bar.get_color(), ends) for bar in bars for ends in bar.get_segments() if len(ends)]:
         along = int(start[0] == end[0])  # 0: from left to right, 1: from below
         for place, edge, marker in zip((start, end), limits[along], ("<>", "v^")[along], strict=True):
             beyond = place[along] < edge if marker in "<v" else place[along] > edge

@@ -69,7 +69,6 @@ def _courses(result: Result) -> Iterator[Picture]:
 
 
 def _under_load(result: Result) -> Iterator[Picture]:
-    """Latency, goodput, waiting and memory, of what was measured."""
     curve, rates = load.pareto_of(result), load.goodput_of(result)
     if curve is not None:
         yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
@@ -146,7 +145,6 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
 
 
 def _known(panel: PanelSpec, result: Result) -> bool:
-    """Whether its metrics are the run's."""
     asked = {panel.metric, *([panel.x] if panel.kind is PanelKind.curve else [])}
     return panel.kind in WHOLE or asked <= set(result.info.metrics)
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge import knees
@@ -149,16 +148,6 @@ def waits_title(found: Sequence[Waits], result: Result) -> str:
     return f"{text} ({MANY} of {count} variants)" if count > MANY else text
 
 
-def waits(found: Sequence[Waits], result: Result) -> Figure:
-    figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, 4.1)
-    axes = figure.subplots(1, len(found), squeeze=False)[0]
-    for ax, each in zip(axes, found, strict=True):
-        frame.tidy(ax)
-        _panel(ax, each, result)
-    frame.legend(figure, axes)
-    return figure
-
-
 def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
     """`times` in order, and the share of the weight, in percent, that lies above each; it starts with all of it."""
     order = np.argsort(times, kind="stable")
@@ -168,26 +157,32 @@ def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float]
     return [x[0], *x.tolist()], [100.0, *left.tolist()]
 
 
-def _panel(ax: Axes, waits: Waits, result: Result) -> None:
-    smallest = 100.0
-    for row, (variant, label) in enumerate(result.info.variants.items()):
-        if variant not in waits.values:
-            continue
-        x, share = above(*waits.values[variant])
-        look = {name: frame.line_style(row, 0)[name] for name in ("color", "linestyle")}
-        ax.step(x, share, where="post", label=label, **look)
-        least = min(s for s in share if s > 0)
-        told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
-                for s in TOLD if s + TINY >= least]  # fmt: skip
-        (dots,) = ax.plot([time for time, _ in told], [s for _, s in told], ".", color=look["color"], markersize=4)
-        frame.says(dots, [f"{label}: {s:g} % of {waits.what} above {wording.number(time)} ms" for time, s in told])
-        smallest = min(smallest, least)
-    every = [time for times, _ in waits.values.values() for time in times]
-    if 0 < 30 * min(every) < max(every):
-        frame.scale(ax.xaxis, log=True)
-    ax.set_yscale("log")
-    ax.set_ylim(max(smallest / 1.5, 0.01), 130)
-    frame.log_ticks(ax.yaxis)
-    ax.set_title("lower is better", fontsize=8, color=frame.INK)
-    ax.set_xlabel(waits.label, fontsize=9)
-    ax.set_ylabel(f"share of {waits.what} above (%)", fontsize=9)
+def waits(found: Sequence[Waits], result: Result) -> Figure:
+    figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, 4.1)
+    axes = figure.subplots(1, len(found), squeeze=False)[0]
+    for ax, each in zip(axes, found, strict=True):
+        frame.tidy(ax)
+        smallest = 100.0
+        for row, (variant, label) in enumerate(result.info.variants.items()):
+            if variant not in each.values:
+                continue
+            x, share = above(*each.values[variant])
+            look = {name: frame.line_style(row, 0)[name] for name in ("color", "linestyle")}
+            ax.step(x, share, where="post", label=label, **look)
+            least = min(s for s in share if s > 0)
+            told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
+                    for s in TOLD if s + TINY >= least]  # fmt: skip
+            (dots,) = ax.plot([time for time, _ in told], [s for _, s in told], ".", color=look["color"], markersize=4)
+            frame.says(dots, [f"{label}: {s:g} % of {each.what} above {wording.number(time)} ms" for time, s in told])
+            smallest = min(smallest, least)
+        every = [time for times, _ in each.values.values() for time in times]
+        if 0 < 30 * min(every) < max(every):
+            frame.scale(ax.xaxis, log=True)
+        ax.set_yscale("log")
+        ax.set_ylim(max(smallest / 1.5, 0.01), 130)
+        frame.log_ticks(ax.yaxis)
+        ax.set_title("lower is better", fontsize=8, color=frame.INK)
+        ax.set_xlabel(each.label, fontsize=9)
+        ax.set_ylabel(f"share of {each.what} above (%)", fontsize=9)
+    frame.legend(figure, axes)
+    return figure
