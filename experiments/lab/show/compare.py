@@ -14,7 +14,6 @@ from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store.result import COMPLETE, RunInfo, StoreError, read
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
-NONE_SHOWN = "no difference shown"
 OTHER_MACHINE = "Measured on DIFFERENT MACHINES: faster and slower below are the machines' as much as the code's."
 FOOTNOTE = """\
 B/A is the ratio of the medians with a 95 % interval (Welch). The runs were not interleaved, so a drift of the machine
@@ -96,7 +95,7 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
     verdict = ("B slower", "B faster") if is_speed else ("B worse", "B better")
     told = verdict[(found.told > 0) == (about.better is Better.higher)]
     if not found.told:
-        told = NONE_SHOWN if found.low is not None else "one repeat"
+        told = "no difference shown" if found.low is not None else "one repeat"
     return (*shown, wording.interval(found, "x"), told)
 
 
