@@ -23,7 +23,7 @@ from experiments.lab.measure import plan_commands, plans
 from experiments.lab.measure.plans import Plan
 from experiments.lab.points import Point, flat
 from experiments.lab.show import answer
-from experiments.lab.show.figures import fronts
+from experiments.lab.show.figures import lines
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
@@ -237,7 +237,7 @@ def test_the_figure_has_the_front_as_a_line_and_bounds_as_hollow_marks_below_it(
     )
     simulated = dataclasses.replace(simulated, info=info)
     ax = Figure().subplots()
-    assert fronts.draw(ax, PanelSpec("ttft_p90_ms", PanelKind.front, x="gpus"), simulated)
+    assert lines.front(ax, PanelSpec("ttft_p90_ms", PanelKind.front, x="gpus"), simulated)
     line, *marks = ax.lines
     assert line.get_xydata().tolist() == [[1, 90], [3, 40], [3, 40]]
     hollow = {mark.get_label() for mark in marks if mark.get_markerfacecolor() == "white"}

@@ -14,7 +14,7 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, expert_rows
 from experiments.lab.show import effects
-from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, stacks
+from experiments.lab.show.figures import bars, frame, gallery, load, stacks, worth
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 
@@ -51,12 +51,12 @@ def test_a_forest_has_five_rows_at_most_with_what_is_better_on_the_right():
     given = result(sizes=(1, 2, 4, 8, 16), noise=0.001)
     slower = [replace(r, value=2 * r.value) if (r.variant, r.metric) == ("new", bad.metric) else r for r in given.rows]
     given = replace(given, rows=tuple(slower), info=replace(given.info, claims=(*given.info.claims, bad)))
-    (ax,) = forest.draw(given).axes
+    (ax,) = worth.forest(given).axes
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert len(dots) == 5
     places = [float(dot.get_xdata()[0]) for dot in dots]
     assert places == pytest.approx([1.5, 1.5, 1.5, 1 / 0.7, 0.5], rel=0.01)  # metric by metric, then by points
-    assert [to_hex(dot.get_color()).upper() for dot in dots[2:]] == [forest.BETTER, forest.BETTER, forest.WORSE]
+    assert [to_hex(dot.get_color()).upper() for dot in dots[2:]] == [worth.BETTER, worth.BETTER, worth.WORSE]
     names_of_rows = [text.get_text() for text in ax.get_yticklabels()]
     assert names_of_rows[1:3] == ["tokens/s, concurrency 2", "tokens/s, concurrency 16"]
     assert ax.get_xscale() == "log"
@@ -67,7 +67,7 @@ def test_a_forest_has_five_rows_at_most_with_what_is_better_on_the_right():
 
 def test_what_all_rows_have_in_common_is_said_once():
     given = result(sizes=(1, 8), noise=0.001)
-    (ax,) = forest.draw(replace(given, info=replace(given.info, claims=given.info.claims[:1]))).axes
+    (ax,) = worth.forest(replace(given, info=replace(given.info, claims=given.info.claims[:1]))).axes
     assert [text.get_text() for text in ax.get_yticklabels()] == ["concurrency 1", "concurrency 8"]
     assert ax.get_xlabel() == "tokens/s: times better than whole prompts"
 
@@ -82,9 +82,9 @@ def test_every_variant_has_its_share_of_the_rows():
 
 
 def test_what_is_not_told_from_one_is_grey():
-    (ax,) = forest.draw(result(noise=0.8, seed=1)).axes
+    (ax,) = worth.forest(result(noise=0.8, seed=1)).axes
     (first, *_) = [line for line in ax.lines if line.get_marker() == "o"]
-    assert to_hex(first.get_color()) == forest.UNTOLD
+    assert to_hex(first.get_color()) == worth.UNTOLD
 
 
 def test_nothing_to_compare_has_no_forest():
@@ -95,7 +95,7 @@ def test_nothing_to_compare_has_no_forest():
 def test_an_interval_far_beyond_the_medians_is_an_arrow():
     found = [Row(v, "concurrency=1", n, "output_tokens_per_s", x, "") for v, own in
              {"base": (10, 10, 10), "new": (2, 15, 300)}.items() for n, x in enumerate(own)]  # fmt: skip
-    (ax,) = forest.draw(result(rows=found, sizes=(1,), claims=())).axes
+    (ax,) = worth.forest(result(rows=found, sizes=(1,), claims=())).axes
     assert [line.get_marker() for line in ax.lines if line.get_marker() in ("<", ">")] == ["<", ">"]
     left, right = (line for line in ax.lines if line.get_marker() in ("<", ">"))
     assert (left.get_xdata()[0], right.get_xdata()[0]) == (pytest.approx(1 / 3), pytest.approx(1.5 * 3))
@@ -145,12 +145,12 @@ def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
     values = dict.fromkeys(variants, 5.0)
     given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")])
     found = bars.of(PanelSpec("output_tokens_per_s"), given)
-    assert list(found.series) == ["concurrency 1", "concurrency 8"]
+    assert found.series == ["concurrency 1", "concurrency 8"]
     assert (found.dots, found.log) == (True, False)
     few = {"base": 5.0, "new": 6.0}
     given = result(rows=[*rows(few), *rows(few, point="concurrency=1")])
     found = bars.of(PanelSpec("output_tokens_per_s"), given)
-    assert (found.names, list(found.series), found.dots) == (["1", "8"], list(given.info.variants.values()), False)
+    assert (found.names, found.series, found.dots) == (["1", "8"], list(given.info.variants.values()), False)
 
 
 def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
@@ -186,7 +186,7 @@ def test_pairs_that_cannot_be_told_from_one_are_grey():
     given = result(sizes=(1,), variants={v: v for v in measured}, baseline="none", rows=found)
     figure = frame.new(4, 4)
     ax = figure.subplots()
-    assert matrix.draw(ax, "output_tokens_per_s", given)
+    assert worth.matrix(ax, PanelSpec("output_tokens_per_s"), given)
     noise = ax.images[0].get_array()
     assert noise.mask.tolist() == [[True, False], [True, False]]  # a is told from 1, b and its interaction are not
     assert "(1.00)" in texts(ax)
@@ -307,7 +307,7 @@ def test_a_heat_map_shows_where_tokens_went():
         ExpertRow("base", "concurrency=8", 1, ("9", "1")),
     ]
     counted = replace(result(), experts=(*rows, *expert_rows("new", "concurrency=8", served)))
-    picture = next(picture for picture in gallery.of(counted).every if picture.title == matrix.EXPERTS)
+    picture = next(picture for picture in gallery.of(counted).every if picture.title == worth.EXPERTS)
     ax, *_ = picture.draw().axes
     assert ax.images[0].get_array().tolist() == [[1.0, 1.0], [1.8, 0.2]]
     assert ax.get_title() == "concurrency=8: busiest 1.8x"

@@ -71,12 +71,16 @@ def test_without_them_the_median_would_be_below_what_most_repeats_reached():
 
 
 def test_a_ratio_is_as_open_as_the_rates_leave_it_and_there_is_none_to_a_knee_outside():
-    alike = searched([25, 30, 35], [25, 30, 35]).ratio("new", "search", "slo_rate_rps")
+    def ratio(*planted):
+        result = searched(*planted)
+        return stats.ratio(*(result.values(v, "search", "slo_rate_rps") for v in ("new", result.info.baseline)))
+
+    alike = ratio([25, 30, 35], [25, 30, 35])
     assert (alike.median, alike.low, alike.high, alike.told) == (1, 0.5, 2, 0)
-    one_step = searched([15, 15, 15], [25, 30, 35]).ratio("new", "search", "slo_rate_rps")
+    one_step = ratio([15, 15, 15], [25, 30, 35])
     assert (one_step.median, one_step.low, one_step.high, one_step.told) == (2, 1, 4, 0)
-    assert searched([25, 30, 35], [25, 99, 35]).ratio("new", "search", "slo_rate_rps") is None
-    assert searched([25, 5, 35], [25, 30, 35]).ratio("new", "search", "slo_rate_rps") is None
+    assert ratio([25, 30, 35], [25, 99, 35]) is None
+    assert ratio([25, 5, 35], [25, 30, 35]) is None
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_any_two_variants_look_different():
     looks = {
         "lines": [(style["color"], style["marker"]) for style in styles],
         "distributions": [(style["color"], style["linestyle"]) for style in styles],
-        "bars": [(style["color"], style["hatch"]) for style in map(bars._bar_style, range(36))],
+        "bars": [(style["color"], style["hatch"]) for style in map(bars.bar_style, range(36))],
     }
     for where, own in looks.items():
         assert len(set(own)) == len(own), where

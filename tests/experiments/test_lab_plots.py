@@ -333,8 +333,9 @@ def test_kv_that_is_reserved_and_empty_can_be_seen():
 
 def test_every_stored_point_has_its_own_timeline():
     steps = [*engine_steps(point="concurrency=8", count=5), *engine_steps(point="concurrency=1", count=5)]
-    assert timeline.points(result(steps=steps)) == ["concurrency=1", "concurrency=8"]
-    assert timeline.points(result()) == []
+    names = [picture.name for picture in gallery.of(result(steps=steps)).every if picture.name.startswith("steps")]
+    assert sorted(names) == ["steps-concurrency=1", "steps-concurrency=8"]
+    assert timeline.pairs(result(), "concurrency=1") == []
 
 
 def test_few_decodes_beside_long_prompts_can_be_seen():

@@ -12,7 +12,7 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, pages, predictions, report, sweeps
+from experiments.lab.show import effects, grids, pages, report, sweeps
 from experiments.lab.show.answer import _two_digits, answer, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -258,11 +258,11 @@ def test_predictions_stand_beside_what_was_measured_of_the_same_variant():
     assert grid.header == ("variant", "median [95 %]", "ratio to baseline", "off by", "same tokens")
     assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-20.0%"]
     assert [row[2][:5] for row in grid.rows] == ["1", "1", "0.500", "0.388"], "to the baseline's prediction"
-    (gains,) = predictions.gains(given)
+    (gains,) = grids.gains_predicted(given)
     assert [(*row[:3], row[3][:5], row[4][:5]) for row in gains.rows if row[0] == "median TTFT"] == [
         ("median TTFT", "concurrency=1", "on", "2x [2", "2.58x")
     ]
-    assert predictions.errors(given) == [], "no claim is about a prediction"
+    assert grids.errors_of_predictions(given) == [], "no claim is about a prediction"
     bound = {"new predicted": ({STEPS: f"{BOUND}: nobody has measured"},)}
     (grid,) = Sheet(replace(given, info=replace(given.info, peers=bound))).grids(["ttft_p50_ms"])
     assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-"], "that a bound is not met is no miss"
@@ -282,7 +282,7 @@ def test_a_page_about_predictions_begins_with_their_errors():
         for bound, value in ((Bound.ratio_at_least, 0.95), (Bound.ratio_at_most, 1.05))
     ]
     given = replace(given, rows=tuple(rows), info=replace(given.info, claims=tuple(about)))
-    (grid,) = predictions.errors(given)
+    (grid,) = grids.errors_of_predictions(given)
     assert grid.title == "Errors of the predictions: off / on"
     assert grid.header == ("load", "tokens/s", "median TTFT", "P99 ITL", "goodput", "worst")
     off = "+3.0% / -20.0%"

@@ -12,7 +12,7 @@ from experiments.lab.judge.formulas import SERVING, Missing
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import Served
 from experiments.lab.show.answer import answer
-from experiments.lab.show.figures import formula
+from experiments.lab.show.figures import lines
 from experiments.lab.show.grids import Sheet
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -174,7 +174,7 @@ def speculated(**changes):
 
 def drawn(panel):
     ax = Figure().subplots()
-    assert formula.draw(ax, panel, speculated())
+    assert lines.formula(ax, panel, speculated())
     return ax, dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
 
 

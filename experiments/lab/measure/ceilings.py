@@ -81,7 +81,7 @@ def save(path: Path, found: Hardware) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
-    store.write_atomic(path, HEADER + text)
+    store.write_atomic({path: HEADER + text})
 
 
 def _plain(ceilings: Ceilings) -> dict[str, Any]:

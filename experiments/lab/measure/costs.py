@@ -21,6 +21,7 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.points import flat
 from experiments.lab.spec import BOUND
 from experiments.lab.store import result as store
+from experiments.lab.store.rows import converter
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
@@ -281,7 +282,7 @@ def push_block_s(target: Target) -> float:
 def read(path: Path) -> CostFile:
     """Raises ConfigError where it is no file of costs."""
     try:
-        found: CostFile = store.typed(CostFile, yaml.safe_load(path.read_text()))
+        found: CostFile = converter(CostFile)(yaml.safe_load(path.read_text()))
         return found
     except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
@@ -290,4 +291,4 @@ def read(path: Path) -> CostFile:
 def save(path: Path, found: CostFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(store.plain(found), sort_keys=False, width=110, allow_unicode=True)
-    store.write_atomic(path, HEADER + text)
+    store.write_atomic({path: HEADER + text})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show import effects, predictions, verdicts, wording
+from experiments.lab.show import effects, grids, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
@@ -17,19 +19,17 @@ LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
 def answer(result: Result) -> str:
     """The sentence, the count of verdicts, and what counts against the numbers."""
-    info = result.info
-    parts = [sentence(result)]
-    if info.claims:
-        parts.append(f"Claims: {verdicts.counted(result)}.")
-    failed = sum(1 for gate in info.every_gate if not gate.passed)
-    if failed:
-        parts.append(f"Gate: {failed} of {len(info.every_gate)} comparisons FAILED.")
+    info, faults = result.info, invalid(result)
+    failed = sum(not gate.passed for gate in info.every_gate)
     absent = dict.fromkeys(info.variants[row.variant] for row in result.rows if row.is_absent)
-    if absent:
-        parts.append(f"Absent: {', '.join(absent)}.")
-    if invalid(result):
-        parts.append(f"INVALID: {invalid(result):,} of {len(result.rows):,} values.")
-    return " ".join(parts)
+    parts = [
+        sentence(result),
+        info.claims and f"Claims: {wording.counted(result)}.",
+        failed and f"Gate: {failed} of {len(info.every_gate)} comparisons FAILED.",
+        absent and f"Absent: {', '.join(absent)}.",
+        faults and f"INVALID: {faults:,} of {len(result.rows):,} values.",
+    ]
+    return " ".join(str(part) for part in parts if part)
 
 
 def sentence(result: Result) -> str:
@@ -39,16 +39,21 @@ def sentence(result: Result) -> str:
         return told
     if most := at_most(result):
         return f"At most: {', '.join(most)}."
-    if told := predictions.sentence(result):
+    if told := grids.misses_in_words(result):
         return told
     claimed = effects.of_claims(result)
     if text := _one_by_one(claimed, info):
         return text
-    found = _chosen(claimed)
-    if not found:
+    if not claimed:
         return _without_claims(result)
+    # The first, the next of another metric, and what guards against a loss; else whatever comes next.
+    first, rest = claimed[0], claimed[1:]
+    other = next((effect for effect in rest if effect.metric != first.metric), None)
+    guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
+    chosen = [effect for effect in (first, other, guard) if effect is not None]
+    found = [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
     if all(effect.own is None for effect in found):
-        return f"There is no answer: {found[0].reason or 'no valid measurement'}."
+        return f"There is no answer: {first.reason or 'no valid measurement'}."
     return _capital("; ".join(_told_once(found, info)) + ".")
 
 
@@ -69,6 +74,7 @@ def at_most(result: Result) -> list[str]:
 def in_words(effect: Effect, info: RunInfo) -> str:
     """`1.62x tokens/s (440 -> 708)`, without who and where."""
     short, ratio, told = wording.short(effect.metric, info), effect.ratio, figures(effect, info)
+    share = wording.is_share(effect.metric, info)
     if effect.own is None:
         return f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
     if effect.at_another_point and effect.reference is not None:
@@ -82,12 +88,12 @@ def in_words(effect: Effect, info: RunInfo) -> str:
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
-    if effect.better is Better.higher and not wording.is_share(effect.metric, info):
+    if effect.better is Better.higher and not share:
         short, told = f"{wording.number(ratio.median)}x {short}", f"({told})"
     if effect.told > 0:
         return f"{short} {told}"
-    severalfold = not 0.5 < ratio.median < 2 or wording.is_share(effect.metric, info)
-    return f"{short} {told}: {'' if severalfold else f'{_two_digits(100 * abs(ratio.median - 1))} % '}worse"
+    by = "" if share or not 0.5 < ratio.median < 2 else f"{_two_digits(100 * abs(ratio.median - 1))} % "
+    return f"{short} {told}: {by}worse"
 
 
 def figures(effect: Effect, info: RunInfo) -> str:
@@ -99,7 +105,7 @@ def figures(effect: Effect, info: RunInfo) -> str:
         target = "" if effect.target is None else wording.value(effect.target, effect.metric, info, unit=False)
         return f"{own}, target {target}" if target else own
     base = wording.middle(effect.base, effect.metric, info, unit=False)
-    return f"{base} -> {own}" if _is_off(effect, info) else f"{own} against {base}"
+    return f"{base} -> {own}" if effect.beside in OFF else f"{own} against {base}"
 
 
 def invalid(result: Result) -> int:
@@ -108,25 +114,13 @@ def invalid(result: Result) -> int:
 
 def flags(result: Result) -> list[str]:
     """What a reader must know before any number."""
-    found = []
-    if result.info.status != COMPLETE:
-        found.append(f"INCOMPLETE ({result.info.status.removeprefix('incomplete: ')})")
-    if any(not gate.passed for gate in result.info.gates):
-        found.append("tokens differ from the baseline's")
-    if any(not gate.passed for gate in result.info.error_gates):
-        found.append("numbers are too far from the reference's")
-    return [*found, *marks.of(result)]
-
-
-def _chosen(found: list[Effect]) -> list[Effect]:
-    """The first, the next of another metric, and what guards against a loss; else whatever comes next."""
-    if not found:
-        return []
-    first, rest = found[0], found[1:]
-    other = next((effect for effect in rest if effect.metric != first.metric), None)
-    guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
-    chosen = [effect for effect in (first, other, guard) if effect is not None]
-    return [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
+    info = result.info
+    told = {
+        f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})": info.status == COMPLETE,
+        "tokens differ from the baseline's": all(gate.passed for gate in info.gates),
+        "numbers are too far from the reference's": all(gate.passed for gate in info.error_gates),
+    }
+    return [*(flag for flag, sound in told.items() if not sound), *marks.of(result)]
 
 
 def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
@@ -134,7 +128,9 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
     subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
     parts, before = [], ("", "", "")
     for effect in sorted(found, key=lambda each: subjects.index(_who(each, info))):
-        who, other, at = here = (_who(effect, info), _against(effect, info), wording.point(effect.cell[1]))
+        # A baseline that is the same engine without the mechanism need not be named.
+        other = "" if effect.at_another_point or effect.beside in OFF else effect.beside
+        who, _, at = here = (_who(effect, info), other, wording.point(effect.cell[1]))
         head = f"{who} against {other}" if other not in ("", before[1]) else who if here[:2] != before[:2] else ""
         parts.append(": ".join(part for part in (head, at if here != before else "", in_words(effect, info)) if part))
         before = here
@@ -143,17 +139,7 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
 
 def _who(effect: Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
-    return "" if len(info.variants) == 1 or (_is_off(effect, info) and own in ON) else own
-
-
-def _against(effect: Effect, info: RunInfo) -> str:
-    """A baseline that is the same engine without the mechanism need not be named."""
-    named = effect.reference is not None and not effect.at_another_point and not _is_off(effect, info)
-    return info.variants[effect.reference[0]] if named and effect.reference else ""
-
-
-def _is_off(effect: Effect, info: RunInfo) -> bool:
-    return effect.reference is not None and info.variants[effect.reference[0]] in OFF
+    return "" if len(info.variants) == 1 or (effect.beside in OFF and own in ON) else own
 
 
 def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
@@ -182,11 +168,9 @@ def _without_claims(result: Result) -> str:
     """Of the first metric at the last point that has it: the best variant, if told from the next one, and what each
     has. A knee outside of the searched range has no ratio, and is told by its interval."""
     info = result.info
-    for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
-        if effects.is_scheduled(name, at, info):
-            continue
+    for name, at in product(info.metrics, reversed(info.points)):
         found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
-        if not found:
+        if not found or effects.is_scheduled(name, at, info):
             continue
         what = wording.titled(wording.short(name, info), "" if name == FOUND else at)
         each = "; ".join(f"{info.variants[v]} {wording.interval(own)}" for v, own in found.items())
@@ -195,11 +179,10 @@ def _without_claims(result: Result) -> str:
         higher = info.metrics[name].better is Better.higher
         first, second, *_ = sorted(found, key=lambda v: found[v].median, reverse=higher)
         best, other = info.variants[first], info.variants[second]
-        ratio = stats.ratio(*(result.table.values(v, at, name) for v in (first, second)))
-        if ratio is None and found[first].apart_from(found[second]):
-            return f"Best in {what}: {best} ({each})."
-        if ratio is not None and ratio.told:
-            return f"Best in {what}: {best}, {wording.interval(ratio, 'x')} of {other} ({each})."
+        ratio = stats.ratio(*(result.values(v, at, name) for v in (first, second)))
+        if ratio.told if ratio else found[first].apart_from(found[second]):
+            times = f", {wording.interval(ratio, 'x')} of {other}" if ratio else ""
+            return f"Best in {what}: {best}{times} ({each})."
         once = None in (found[first].low, found[second].low)
         between = f" between {best} and {other}" if len(found) > 2 else ""
         return f"No difference {'can be shown by one repeat' if once else 'is shown'}{between} in {what}: {each}."

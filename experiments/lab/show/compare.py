@@ -8,14 +8,12 @@ from typing import Any
 
 from experiments.lab import points
 from experiments.lab.judge import stats
-from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
-from experiments.lab.store import result as store
-from experiments.lab.store.result import COMPLETE, Result, StoreError
+from experiments.lab.store.result import COMPLETE, RunInfo, StoreError, read
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
-NONE_SHOWN = "no difference shown"
 OTHER_MACHINE = "Measured on DIFFERENT MACHINES: faster and slower below are the machines' as much as the code's."
 FOOTNOTE = """\
 B/A is the ratio of the medians with a 95 % interval (Welch). The runs were not interleaved, so a drift of the machine
@@ -24,25 +22,27 @@ between them counts in full. Of rows without any difference, about one in twenty
 
 def compare(a: Path, b: Path, revision: str = "") -> str:
     """As text; `revision`: of git, at which `a` was what is compared. Raises StoreError where it makes no sense."""
-    first, second = store.read(a), store.read(b)
+    results = read(a), read(b)
+    first, second = (result.info for result in results)
+    title = f"{second.experiment}: {second.title}"
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")
-    if first == second:
-        when = f"of {first.info.provenance.started}, {wording.commit(first.info.provenance)}"
-        return f"{second.info.experiment}: {second.info.title}\n\nA and B are the same measurement, {when}."
-    if first.info.experiment != second.info.experiment and not revision:  # by which it may have had another name
-        names = f"A is a run of {first.info.experiment} and B of {second.info.experiment}"
+    if results[0] == results[1]:
+        when = f"of {first.provenance.started}, {wording.commit(first.provenance)}"
+        return f"{title}\n\nA and B are the same measurement, {when}."
+    if first.experiment != second.experiment and not revision:  # by which it may have had another name
+        names = f"A is a run of {first.experiment} and B of {second.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")
-    sheets = Sheet(first), Sheet(second)
-    grids = [grid for name in first.info.metrics for grid in _grids(*sheets, name)]
+    sheets = Sheet(results[0]), Sheet(results[1])
+    grids = [grid for name in first.metrics for grid in _grids(*sheets, name)]
     if not grids:
         raise StoreError("A and B have no variant, point and metric in common: there is nothing to compare")
     verdicts = Counter(row[-1] for grid in grids for row in grid.rows)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     parts = [
-        f"{second.info.experiment}: {second.info.title}",
+        title,
         "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
-        *([OTHER_MACHINE] if wording.device(first.info) != wording.device(second.info) else []),
+        *([OTHER_MACHINE] if wording.device(first) != wording.device(second) else []),
         *(grid.text() for grid in grids),
         f"{verdicts.total()} rows: {counted}.\n{FOOTNOTE}",
         *_left_out(first, second),
@@ -51,27 +51,24 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def _origin(name: str, path: Path | str, result: Result) -> str:
-    origin, status = result.info.provenance, result.info.status
-    incomplete = "" if status == COMPLETE else f"; {status.upper()}"
-    measured = f"   {origin.started}, {wording.commit(origin)}{incomplete}"
-    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(result.info)}"])
+def _origin(name: str, path: Path | str, info: RunInfo) -> str:
+    incomplete = "" if info.status == COMPLETE else f"; {info.status.upper()}"
+    measured = f"   {info.provenance.started}, {wording.commit(info.provenance)}{incomplete}"
+    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(info)}"])
 
 
 def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     """One table; where that is too wide for a screen, one a point."""
-    info = a.info
-    if metric not in b.info.metrics or info.metrics[metric].unit != b.info.metrics[metric].unit:
+    info, others = a.info, b.info
+    if metric not in others.metrics or info.metrics[metric].unit != others.metrics[metric].unit:
         return []
     rows: dict[str, list[tuple[str, ...]]] = {}
-    for point in (point for point in info.points if point in b.info.points):
-        for variant in (variant for variant in info.variants if variant in b.info.variants):
-            cells = _cells(a, b, variant, point, metric)
-            if cells:
-                rows.setdefault(point, []).append((info.variants[variant], *cells))
+    for variant, point in (cell for cell in info.cells if cell in others.cells):
+        if cells := _cells(a, b, variant, point, metric):
+            rows.setdefault(point, []).append((info.variants[variant], *cells))
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
-    joined = tuple((f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines)
-    grid = Grid(title, header, joined)
+    joined = [(f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines]
+    grid = Grid(title, header, tuple(joined))
     if not joined or grid.width <= SCREEN:
         return [grid] if joined else []
     return [Grid(f"{title} at {point}", header, tuple(lines)) for point, lines in rows.items()]
@@ -82,48 +79,39 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
     shown = [sheet.value(variant, point, metric) for sheet in (a, b)]
     if wording.NOTHING in shown:
         return ()
-    theirs, ours = (sheet.table.values(variant, point, metric) for sheet in (a, b))
+    theirs, ours = (sheet.result.values(variant, point, metric) for sheet in (a, b))
     for name, sheet, values, text in (("A", a, theirs, shown[0]), ("B", b, ours, shown[1])):
-        if not values:
-            return (*shown, wording.NOTHING, f"{text} in {name}")
-        if sheet.info.fails(variant, point):
-            return (*shown, wording.NOTHING, f"gate FAILED in {name}")
+        if not values or sheet.info.fails(variant, point):
+            return (*shown, wording.NOTHING, f"{'gate FAILED' if values else text} in {name}")
+    every = {*theirs.values(), *ours.values()}
     if not stats.in_range(theirs) or not stats.in_range(ours):
         return (*shown, wording.NOTHING, "a knee outside of the range")
-    every = {*theirs.values(), *ours.values()}
     if len(every) == 1:
         return (*shown, "1" if every != {0.0} else wording.NOTHING, "the same")
     if min(every) <= 0:
         return (*shown, wording.NOTHING, "no ratio to 0")
-    found = stats.apart(ours, theirs)
-    return (*shown, wording.interval(found, "x"), _verdict(found, a.info.metrics[metric]))
-
-
-def _verdict(found: stats.Estimate, metric: Metric) -> str:
+    found, about = stats.apart(ours, theirs), a.info.metrics[metric]
+    is_speed = about.unit in SPEED or about.unit.endswith("/s")
+    verdict = ("B slower", "B faster") if is_speed else ("B worse", "B better")
+    told = verdict[(found.told > 0) == (about.better is Better.higher)]
     if not found.told:
-        return NONE_SHOWN if found.low is not None else "one repeat"
-    improved = (found.told > 0) == (metric.better is Better.higher)
-    if metric.unit in SPEED or metric.unit.endswith("/s"):
-        return "B faster" if improved else "B slower"
-    return "B better" if improved else "B worse"
+        told = "no difference shown" if found.low is not None else "one repeat"
+    return (*shown, wording.interval(found, "x"), told)
 
 
-def _left_out(a: Result, b: Result) -> list[str]:
-    """What only one of the two has."""
+def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
     lines = []
     for what in ("variants", "points", "metrics"):
         for name, ours, theirs in (("A", a, b), ("B", b, a)):
-            only = [key or "(one point)" for key in getattr(ours.info, what) if key not in getattr(theirs.info, what)]
-            if only:
-                lines.append(f"Only in {name}, {what}: {', '.join(only)}")
+            only = [key or "(one point)" for key in getattr(ours, what) if key not in getattr(theirs, what)]
+            lines += [f"Only in {name}, {what}: {', '.join(only)}"] if only else []
     return ["\n".join(lines)] if lines else []
 
 
-def _differences(a: Result, b: Result) -> list[str]:
-    """Config, device and versions, key by key."""
+def _differences(*infos: RunInfo) -> list[str]:
     first, second = (
-        points.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
-        for r in (a, b)
+        points.flat({**info.config, "device": info.provenance.device, "versions": info.provenance.versions})
+        for info in infos
     )
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
     told = ((key, first.get(key, wording.NOTHING), second.get(key, wording.NOTHING)) for key in keys)

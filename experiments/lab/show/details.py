@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from experiments.lab.judge import pairs
-from experiments.lab.show import predictions, verdicts, wording
+from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
 from experiments.lab.show.figures.gallery import Picture
-from experiments.lab.show.grids import Grid, Sheet, predictions_of
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
+from experiments.lab.store.result import Result, RunInfo, run_path
 from experiments.lab.store.rows import Row
 
 NAMES_SHOWN = 12  # of preempted requests
@@ -35,17 +35,19 @@ counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
     info = result.info
-    grids = [*pairs.grids(result), *predictions.gains(result), *Sheet(result).grids(list(info.metrics))]
-    profiles = [grid for point in stacks.points(result) for grid in stacks.tables(point, result)]
+    tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
+    profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
+    judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)
+              for line in wording.verdicts(result)]  # fmt: skip
     return [
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
         fold("Figures", "\n\n".join([*map(picture, gallery.of(result).others), *_steps(result)])),
-        fold("Tables", _markdown(grids)),
-        fold("Claims and gates", _verdicts(result)),
+        fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
+        fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
         fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
-        fold("Where a decode step's time goes", profiles and f"{stacks.describe(result)}\n\n{_markdown(profiles)}"),
+        fold("Where a decode step's time goes", profiles and "\n\n".join([stacks.describe(result), *profiles])),
         fold("What was generated", _samples(info)),
         fold("How it was measured, and how to run it again", _made(result)),
     ]
@@ -56,41 +58,29 @@ def fold(title: str, text: object) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>" if text else ""
 
 
-def _markdown(grids: Sequence[Grid]) -> str:
-    return "\n\n".join(grid.markdown() for grid in grids)
-
-
 def _made(result: Result) -> str:
-    info, repeats = result.info, result.repeats
+    info, repeats, many = result.info, result.repeats, len(result.info.processes) > 1
     counted = f"{repeats} repeats" if repeats != 1 else "one repeat"
-    counted += f" in each of {len(info.processes)} processes" if len(info.processes) > 1 else ""
-    counted += ", which has no interval" if repeats == 1 and len(info.processes) < 2 else ""
+    counted += f" in each of {len(info.processes)} processes" if many else ""
+    counted += ", which has no interval" if repeats == 1 and not many else ""
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
-    turns = f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}"
-    turns += f" {PREDICTED}" if predictions_of(info) else ""
-    compared = [
-        *([turns] if info.baseline is not None else []),
-        *([TOKENS] if info.baseline is not None and (info.gates or not info.error_gates) else []),
-        *([ERRORS] if info.error_gates else []),
-    ]
+    compared = info.baseline is not None
+    told = {
+        f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}": compared,
+        PREDICTED: compared and predictions_of(info),
+        TOKENS: compared and (info.gates or not info.error_gates),
+        ERRORS: info.error_gates,
+    }
     parts = [
         info.method,
-        " ".join(compared),
+        " ".join(text for text, applies in told.items() if applies),
         STATISTICS,
         f"On {wording.device(info)}; {counted}.{ceilings}",
         f"Workload: {wording.settings(info.workload)}." if info.workload else "",
         _provenance(result),
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _verdicts(result: Result) -> str:
-    rows = []
-    for line in verdicts.lines(result):
-        verdict = f"**{line.verdict}**" + (f": {line.why}" if line.why else "")
-        rows.append((line.claim, verdict, line.measured, line.source))
-    return wording.table(("claim", "verdict", "measured", "source"), rows) if rows else ""
+    return "\n\n".join(filter(None, parts))
 
 
 def _invalid(dropped: Sequence[Row], info: RunInfo) -> str:
@@ -106,8 +96,8 @@ def _invalid(dropped: Sequence[Row], info: RunInfo) -> str:
             metrics = "all metrics" if len(names) == len(info.metrics) else ", ".join(f"`{name}`" for name in names)
             turns = sorted({(row.process, row.repeat) for row in rows})
             repeats = ", ".join(f"{p + 1}.{r + 1}" if len(info.processes) > 1 else str(r + 1) for p, r in turns)
-            plural = "s" if "," in repeats else ""
-            lines.append(f"  - {f'{info.variants[variant]} {point}'.strip()}, repeat{plural} {repeats}: {metrics}")
+            who, plural = f"{info.variants[variant]} {point}".strip(), "s" if len(turns) > 1 else ""
+            lines.append(f"  - {who}, repeat{plural} {repeats}: {metrics}")
     return "\n".join(lines)
 
 
@@ -115,16 +105,15 @@ def _steps(result: Result) -> list[str]:
     """What the figures of steps show, who lost its place and how often, and where to see more."""
     if not result.steps:
         return []
-    info, lines = result.info, []
-    for variant, label in info.variants.items():
+    lines, path = [], run_path(result.info)
+    for variant, label in result.info.variants.items():
         times = Counter(name for step in result.steps if step.variant == variant for name in step.preempted)
-        if times:
-            names = [f"{name} {count} times" if count > 1 else name for name, count in times.most_common(NAMES_SHOWN)]
-            more = f" and {len(times) - NAMES_SHOWN} more" if len(times) > NAMES_SHOWN else ""
-            lines.append(f"- Preempted by {label}: {', '.join(names)}{more}.")
-    run = store.run_path(info) if info.run != "default" else store.run_path(info).parent
-    again = f"`python run.py trace {run.as_posix()}` writes the same steps, with every request, for Perfetto."
-    return [timeline.describe(result), *(["\n".join(lines)] if lines else []), again]
+        names = [f"{name} {count} times" if count > 1 else name for name, count in times.most_common(NAMES_SHOWN)]
+        more = f" and {len(times) - NAMES_SHOWN} more" if len(times) > NAMES_SHOWN else ""
+        lines += [f"- Preempted by {label}: {', '.join(names)}{more}."] if names else []
+    run = (path if result.info.run != "default" else path.parent).as_posix()
+    again = f"`python run.py trace {run}` writes the same steps, with every request, for Perfetto."
+    return list(filter(None, [timeline.describe(result), "\n".join(lines), again]))
 
 
 def _samples(info: RunInfo) -> str:
@@ -138,20 +127,20 @@ def _samples(info: RunInfo) -> str:
 
 
 def _fenced(text: str) -> str:
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
     return f"{fence}python\n{text.strip(chr(10))}\n{fence}"
 
 
 def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     if result.runs:
-        paths = [(run.run, f"../results/{store.run_path(run).as_posix()}.csv") for run in result.runs]
+        paths = [(run.run, f"../results/{run_path(run).as_posix()}.csv") for run in result.runs]
         return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    data = f"../results/{store.run_path(info).as_posix()}"
-    files = {"csv": ".csv", "json": ".json"} | ({"steps": ".steps.csv"} if result.steps else {})
+    data = f"../results/{run_path(info).as_posix()}"
+    files = {"csv": ".csv", "json": ".json"}
+    files |= {"steps": ".steps.csv"} if result.steps else {}
     files |= {"kernels": ".profile.csv"} if result.kernels else {}
     lines = [
         f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",

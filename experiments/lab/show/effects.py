@@ -3,11 +3,10 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import AIM, Claim
+from experiments.lab.judge.claims import AIM, Claim, Judgement
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.spec import PREDICTED, RATE
@@ -38,6 +37,7 @@ class Effect:
     aim: float | None = None
     guards: bool = False  # a claim asks that nothing is lost, not that something is gained
     reason: str = ""  # why there is no figure that counts
+    beside: str = ""  # the label of the reference's variant
 
     @property
     def at_another_point(self) -> bool:
@@ -47,9 +47,8 @@ class Effect:
     @property
     def gain(self) -> Estimate | None:
         """How many times better than the reference; without one, than the target."""
-        found = self.ratio
-        if self.reference is None and self.own is not None and self.target and self.own.median > 0:
-            own, unit = self.own, self.target
+        found, own, unit = self.ratio, self.own, self.target
+        if self.reference is None and own is not None and unit and own.median > 0:
             found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n)
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
@@ -70,15 +69,19 @@ class Effect:
 
 def of_claims(result: Result) -> list[Effect]:
     """In the order of the claims; several claims on one quantity are one effect, and checks are none."""
-    found: dict[tuple[str, Cell, Cell | None], Effect] = {}
-    sides: dict[tuple[str, Cell, Cell | None], set[bool]] = {}
+    claims: dict[tuple[str, Cell, Cell | None], list[Judgement]] = {}
     for j in result.judgements:
         if j.claim.metric not in CHECKS:
             key = (j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result))
-            found[key] = _with_bound(found[key] if key in found else between(result, *key, j.reason), j.claim)
-            sides.setdefault(key, set()).add(j.claim.bound.is_floor)
-    # Between two bounds neither is what is to be reached.
-    return [replace(e, target=None, aim=None) if len(sides[key]) > 1 else e for key, e in found.items()]
+            claims.setdefault(key, []).append(j)
+    found = []
+    for key, own in claims.items():
+        effect = between(result, *key, own[0].reason)
+        for j in own:
+            effect = _with_bound(effect, j.claim)
+        both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
+        found.append(replace(effect, target=None, aim=None) if both else effect)
+    return found
 
 
 def shown(result: Result, most: int) -> list[Effect]:
@@ -91,22 +94,16 @@ def shown(result: Result, most: int) -> list[Effect]:
         known = {(effect.metric, effect.cell) for effect in found}
         predicted = [name + PREDICTED for name in info.variants]  # they run nowhere
         left_out = (info.baseline, info.aa, *peers(info), *predicted)
-        for cell in ((v, point) for point in info.points for v in info.variants if v not in left_out):
+        for cell in (cell for cell in info.cells if cell[0] not in left_out):
             if (metric, cell) not in known and not info.fails(*cell) and not is_scheduled(metric, cell[1], info):
                 more = between(result, metric, cell, (info.baseline, cell[1]))
                 found += [more] if more.gain is not None else []
-    seen: Counter[str] = Counter()
-    turns = []  # so that each variant has as many as there is room for, its first ones
-    for effect in found:
-        turns.append(seen[effect.cell[0]])
-        seen[effect.cell[0]] += 1
-    kept = sorted(range(len(found)), key=turns.__getitem__)[:most]
-    metrics, variants = (list(dict.fromkeys(names)) for names in ((e.metric for e in found), seen))
-    places = list(info.points)
-    return sorted(
-        (found[index] for index in kept),
-        key=lambda e: (metrics.index(e.metric), variants.index(e.cell[0]), places.index(e.cell[1])),
-    )
+    of_variant = [effect.cell[0] for effect in found]
+    # Each variant has as many as there is room for, its first ones.
+    kept = sorted(range(len(found)), key=lambda n: of_variant[:n].count(of_variant[n]))[:most]
+    metrics, places = [effect.metric for effect in found], list(info.points)
+    order = lambda e: (metrics.index(e.metric), of_variant.index(e.cell[0]), places.index(e.cell[1]))  # noqa: E731
+    return sorted((found[n] for n in kept), key=order)
 
 
 def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:
@@ -117,26 +114,20 @@ def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:
 def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
     """What was measured of both; nothing where a gate speaks against one of them."""
     info, better = result.info, result.info.metrics[metric].better
-    if info.fails(*cell) or (reference and info.fails(*reference)):
-        return Effect(metric, cell, reference, better, None, None, None, reason=reason)
-    own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
-    values = [result.table.values(*each, metric) for each in (cell, reference) if each]
-    paired = stats.ratio(*values) if reference else None
+    own = base = paired = None
+    if not (info.fails(*cell) or (reference and info.fails(*reference))):
+        own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
+        paired = stats.ratio(result.values(*cell, metric), result.values(*reference, metric)) if reference else None
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
-    return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
+    beside = info.variants[reference[0]] if reference else ""
+    return Effect(metric, cell, reference, better, own, base, paired, reason=reason, beside=beside)
 
 
 def peers(info: RunInfo) -> list[str]:
     """The variants that somebody else wrote."""
     kinds = variant_kinds(info)
     return [name for name in info.variants if kinds.get(name) in PEERS]
-
-
-def namesake(info: RunInfo, peer: str) -> str | None:
-    """Our variant that a peer's is like: of `vllm_w8a8` it is `w8a8`. None where there is none."""
-    name = peer.partition("_")[2]
-    return name if name in info.variants and name not in peers(info) else None
 
 
 def variant_kinds(info: RunInfo) -> dict[str, str]:
@@ -152,7 +143,7 @@ def _reference(claim: Claim, result: Result) -> Cell | None:
     baseline = result.info.baseline
     if baseline in (None, claim.variant) or claim.upper is not None:
         return None
-    values = result.table.values(str(baseline), claim.point, claim.metric).values()
+    values = result.values(str(baseline), claim.point, claim.metric).values()
     return (str(baseline), claim.point) if values and min(values) > 0 else None
 
 
@@ -165,13 +156,13 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
         if effect.base is None:
             return effect
         unit = effect.base.median
-    guards = effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1)
+    effect = replace(effect, guards=effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1))
     if claim.source.startswith(AIM):
-        return replace(effect, aim=claim.value / unit, guards=guards)
+        return replace(effect, aim=claim.value / unit)
     if effect.target is None or claim.source.startswith(TARGET):
         aim = effect.aim if claim.aim is None else claim.aim / unit
-        return replace(effect, target=claim.value / unit, aim=aim, guards=guards)
-    return replace(effect, guards=guards)
+        return replace(effect, target=claim.value / unit, aim=aim)
+    return effect
 
 
 def _over(value: float | None, unit: float | None) -> float | None:

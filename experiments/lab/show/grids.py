@@ -1,14 +1,17 @@
-"""Tables for reading: as markdown for a report, as aligned text for a terminal."""
+"""Tables for reading, as markdown for a report and as aligned text for a terminal; and how predictions did: their
+errors load by load, and the gains that they promised beside those that were measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
-from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import wording
+from experiments.lab.judge.metrics import Metric
+from experiments.lab.judge.prediction import Miss
+from experiments.lab.show import effects, wording
 from experiments.lab.spec import BOUND, PREDICTED, STEPS
 from experiments.lab.store.result import Result, RunInfo
 
@@ -32,29 +35,32 @@ class Grid:
 
     @property
     def width(self) -> int:
+        """Of a line of its markdown."""
         return sum(self._widths) + 3 * len(self.header) + 1
 
     @property
     def _widths(self) -> list[int]:
-        return [max(len(line[i]) for line in (self.header, *self.rows)) for i in range(len(self.header))]
+        return [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+
+    def _lines(self, between: str) -> list[str]:
+        """Columns stand below each other, so that the file itself can be read too."""
+        return [between.join(map(str.ljust, row, self._widths)) for row in (self.header, *self.rows)]
 
     def markdown(self) -> str:
-        """Columns stand below each other, so that the file itself can be read too."""
         header, *rows = (tuple(map(wording.cell, row)) for row in (self.header, *self.rows))
-        widths = Grid("", header, tuple(rows))._widths
-        lines = [f"| {_line(row, widths, ' | ')} |" for row in (header, *rows)]
-        lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
-        return "\n".join([*([f"### {self.title}", ""] if self.title else []), *lines])
+        safe = Grid("", header, tuple(rows))
+        first, *others = (f"| {line} |" for line in safe._lines(" | "))
+        rule = f"|{'|'.join('-' * (width + 2) for width in safe._widths)}|"
+        return "\n".join([*([f"### {self.title}", ""] if self.title else []), first, rule, *others])
 
     def text(self) -> str:
-        lines = [_line(row, self._widths, "  ").rstrip() for row in (self.header, *self.rows)]
-        return "\n".join([*([self.title] if self.title else []), *(f"  {line}" for line in lines)])
+        lines = (f"  {line.rstrip()}" for line in self._lines("  "))
+        return "\n".join([*([self.title] if self.title else []), *lines])
 
 
 def metric_title(metric: Metric) -> str:
     unit = f", {metric.unit}" if metric.unit else ""
-    better = "higher" if metric.better is Better.higher else "lower"
-    return f"{metric.label[0].upper()}{metric.label[1:]}{unit} ({better} is better)"
+    return f"{metric.label[0].upper()}{metric.label[1:]}{unit} ({metric.better.value} is better)"
 
 
 def predictions_of(info: RunInfo) -> dict[str, str]:
@@ -68,9 +74,8 @@ class Sheet:
     """The numbers of one result as tables, one a metric."""
 
     def __init__(self, result: Result) -> None:
-        self._result, self.info = result, result.info
+        self.result, self.info = result, result.info
         self._turns = len({(row.process, row.repeat) for row in result.rows})
-        self.table = result.table
         self._lacking: dict[Cell, str] = {}  # what stands where a cell that was tried has no value
         for row in result.rows:
             cell = (row.variant, row.point, row.metric)
@@ -88,7 +93,17 @@ class Sheet:
         places = [name for name in measured if name in BY_PLACE]
         measured = [name for name in measured if name not in places[1:]]  # the first of them stands for all
         if len(self.info.variants) == 1 and measured:
-            joined = self._joined(measured)
+            metrics = self.info.metrics
+            columns: Columns = {
+                "metric": lambda v, p, m: metrics[m].label,
+                "unit": lambda v, p, m: metrics[m].unit,
+                "point": _point,
+                "median [95 %]": self.value,
+                "better": lambda v, p, m: metrics[m].better.value,
+            }
+            (only,) = self.info.variants
+            cells = [(only, point, name) for name in measured for point in self._points(name)]
+            joined = _grid("", columns, cells)
             if joined.width <= SCREEN:
                 return [joined]
         speeds = [name for name in measured if name not in ROOFLINE]
@@ -103,20 +118,25 @@ class Sheet:
     def _of(self, name: str) -> list[Grid]:
         """Acceptance by place is one table. Two variants stand side by side, one row a point; more of them below each
         other; and where names are too long for that, each point has its own table."""
-        points = self._points(name)
-        places = [other for other in self.info.metrics if other in BY_PLACE and self._points(other)]
-        if name in places and len(places) > 1:
-            return [self._by_place(places)]
-        plain = self.info.baseline is not None and not self.info.error_gates
-        if len(self.info.variants) == 2 and len(points) > 1 and plain:
-            wide = self._wide(name)
+        info, points = self.info, self._points(name)
+        places = [other for other in info.metrics if other in BY_PLACE and self._points(other)]
+        if name in places and len(places) > 1:  # medians, a column a place behind a request's last token
+            title = "Share of the drafts that were accepted, by place (higher is better)"
+            columns = self._named(len(info.points) > 1, True)
+            columns |= {name.rpartition("_")[2]: partial(self._median, name) for name in places}
+            return [_grid(title, columns, self._cells(self._points(places[0]), places))]
+        if len(info.variants) == 2 and len(points) > 1 and info.baseline is not None and not info.error_gates:
+            columns = {"point": _point}
+            columns |= {label: partial(self._of_variant, v) for v, label in info.variants.items()}
+            columns |= {"ratio": self.ratio, "same tokens": self.same_tokens}
+            (other,) = (variant for variant in info.variants if variant != info.baseline)
+            wide = _grid(metric_title(info.metrics[name]), columns, [(other, point, name) for point in points])
             if wide.width <= SCREEN:
                 return [wide]
         joined = self._long(name)
         return [joined] if joined.width <= SCREEN else [self._long(name, points=[point]) for point in points]
 
     def _long(self, name: str, beside: Sequence[str] = (), points: Sequence[str] = ()) -> Grid:
-        """A row a variant, point by point."""
         info = self.info
         points = points or self._points(name)
         columns = self._named(len(points) > 1, len(info.variants) > 1) | {"median [95 %]": self.value}
@@ -124,53 +144,33 @@ class Sheet:
         if info.baseline is not None:
             label = info.variants[info.baseline]
             columns[f"ratio to {label if len(label) <= LONG_LABEL and not off else 'baseline'}"] = self.ratio
-        if off:
-            columns["off by"] = self.miss
-        columns |= self._gated
+        if off:  # of what a simulated variant says, against the measured one of the same name
+            columns["off by"] = lambda *cell: self._misses.get(cell, wording.NOTHING)
+        if info.baseline is not None and (info.gates or not info.error_gates):  # kernels give no tokens
+            columns["same tokens"] = self.same_tokens
+        if info.error_gates:
+            columns["error"] = self.error
         for other in beside:
             unit = info.metrics[other].unit
-            columns[ROOFLINE[other] + (f", {unit}" if unit else "")] = self._median_of(other)
+            columns[ROOFLINE[other] + (f", {unit}" if unit else "")] = partial(self._median, other)
         title = metric_title(info.metrics[name]) + (f", at {points[0]}" if points[0] and len(points) == 1 else "")
         return _grid(title, columns, self._cells(points, [name]))
 
-    def _wide(self, name: str) -> Grid:
-        info = self.info
-        (other,) = (variant for variant in info.variants if variant != info.baseline)
-        columns: Columns = {"point": _point}
-        columns |= {label: lambda _, p, m, v=v: self.value(v, p, m) for v, label in info.variants.items()}  # type: ignore[misc]
-        columns |= {"ratio": self.ratio, "same tokens": self.same_tokens}
-        return _grid(metric_title(info.metrics[name]), columns, [(other, point, name) for point in self._points(name)])
-
-    def _by_place(self, names: Sequence[str]) -> Grid:
-        """Medians, a column a place behind a request's last token."""
-        columns = self._named(len(self.info.points) > 1, True)
-        columns |= {name.rpartition("_")[2]: self._median_of(name) for name in names}
-        title = "Share of the drafts that were accepted, by place (higher is better)"
-        return _grid(title, columns, self._cells(self._points(names[0]), names))
-
-    def _joined(self, names: Sequence[str]) -> Grid:
-        (variant,), metrics = self.info.variants, self.info.metrics
-        columns: Columns = {
-            "metric": lambda v, p, m: metrics[m].label,
-            "unit": lambda v, p, m: metrics[m].unit,
-            "point": _point,
-            "median [95 %]": self.value,
-            "better": lambda v, p, m: metrics[m].better.value,
-        }
-        return _grid("", columns, [(variant, point, name) for name in names for point in self._points(name)])
-
     def _cells(self, points: Sequence[str], names: Sequence[str]) -> list[Cell]:
         """Of the variants that were tried: a peer has no engine steps, and a kernel not every implementation."""
-        every = [(v, p) for p in points for v in self.info.variants]
-        return [(v, p, names[0]) for v, p in every if any((v, p, name) in self._lacking for name in names)]
+        cells = [(v, p) for v, p in self.info.cells if p in points]
+        return [(v, p, names[0]) for v, p in cells if any((v, p, name) in self._lacking for name in names)]
 
     def _named(self, point: bool, variant: bool) -> Columns:
         named: Columns = {"point": _point} if point else {}
         return named | ({"variant": lambda v, p, m: self.info.variants[v]} if variant else {})
 
+    def _of_variant(self, variant: str, _: str, point: str, metric: str) -> str:
+        return self.value(variant, point, metric)
+
     def value(self, variant: str, point: str, metric: str) -> str:
         """Median and interval; and how many repeats, where some are missing."""
-        found = self._result.estimate(variant, point, metric)
+        found = self.result.estimate(variant, point, metric)
         if found is None:
             return self._lacking.get((variant, point, metric), wording.NOTHING)
         return wording.interval(found) + (f" (n={found.n})" if found.n != self._turns else "")
@@ -180,22 +180,11 @@ class Sheet:
         baseline = str(self.info.baseline)
         if variant.endswith(PREDICTED) and baseline + PREDICTED in self.info.variants:
             baseline += PREDICTED
-        values = self.table.values(variant, point, metric)
+        values = self.result.values(variant, point, metric)
         if variant == baseline:
             return "1" if values else wording.NOTHING
-        found = stats.ratio(values, self.table.values(baseline, point, metric))
+        found = stats.ratio(values, self.result.values(baseline, point, metric))
         return wording.NOTHING if found is None else wording.interval(found, "x")
-
-    def miss(self, variant: str, point: str, metric: str) -> str:
-        """Of what a simulated variant says, against the measured one of the same name."""
-        return self._misses.get((variant, point, metric), wording.NOTHING)
-
-    @property
-    def _gated(self) -> Columns:
-        """The gates' columns. Kernels give no tokens, so nothing is said of any."""
-        tokens = self.info.baseline is not None and (self.info.gates or not self.info.error_gates)
-        columns: Columns = {"same tokens": self.same_tokens} if tokens else {}
-        return {**columns, "error": self.error} if self.info.error_gates else columns
 
     def error(self, variant: str, point: str, _: str = "") -> str:
         """Against the reference in fp32."""
@@ -217,16 +206,13 @@ class Sheet:
 
     def _points(self, metric: str) -> list[str]:
         """Those that have anything to say of it: a value, or why there is none that counts."""
-        cells = ((v, p, metric) for p in self.info.points for v in self.info.variants)
-        told = (c for c in cells if self._lacking.get(c, FEW) != FEW or self.table.values(*c))
+        cells = ((*cell, metric) for cell in self.info.cells)
+        told = (cell for cell in cells if self._lacking.get(cell, FEW) != FEW or self.result.values(*cell))
         return list(dict.fromkeys(point for _, point, _ in told))
 
-    def _median_of(self, metric: str) -> Column:
-        def text(variant: str, point: str, _: str) -> str:
-            values = self.table.values(variant, point, metric)
-            return wording.number(stats.median([*values.values()])) if values else wording.NOTHING
-
-        return text
+    def _median(self, metric: str, variant: str, point: str, _: str) -> str:
+        values = self.result.values(variant, point, metric)
+        return wording.number(stats.median([*values.values()])) if values else wording.NOTHING
 
 
 def _point(variant: str, point: str, metric: str) -> str:
@@ -237,5 +223,66 @@ def _grid(title: str, columns: Columns, cells: Sequence[Cell]) -> Grid:
     return Grid(title, tuple(columns), tuple(tuple(text(*cell) for text in columns.values()) for cell in cells))
 
 
-def _line(row: Sequence[str], widths: Sequence[int], between: str) -> str:
-    return between.join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+REPORTED = {  # of the error table
+    "output_tokens_per_s": "tokens/s",
+    "ttft_p50_ms": "median TTFT",
+    "itl_p99_ms": "P99 ITL",
+    "goodput_rps": "goodput",
+}
+
+
+def errors_of_predictions(result: Result) -> list[Grid]:
+    """A row a load: of each metric the errors of all variants' predictions, in the variants' order, and the worst."""
+    info, predictions = result.info, predictions_of(result.info)
+    found = {(m.point, m.metric, m.variant): m for m in prediction.misses(result.rows, predictions)}
+    metrics = [name for name in REPORTED if any(name == metric for _, metric, _ in found)]
+    if not metrics or not _is_about(result):
+        return []
+    rows, many = [], len(predictions) > 1
+    for point in info.points:
+        every = [[found.get((point, name, variant)) for variant in predictions] for name in metrics]
+        told = [" / ".join(miss.by if miss else wording.NOTHING for miss in of_metric) for of_metric in every]
+        worst = max((miss for of_metric in every for miss in of_metric if miss), key=_size, default=None)
+        whose = f", {info.variants[predictions[worst.variant]]}" if worst and many else ""
+        rows.append((point, *told, f"{REPORTED[worst.metric]}{whose}: {worst.by}" if worst else wording.NOTHING))
+    order = f": {' / '.join(info.variants[name] for name in predictions.values())}" if many else ""
+    header = ("load", *(REPORTED[name] for name in metrics), "worst")
+    return [Grid(f"Errors of the predictions{order}", header, tuple(rows))]
+
+
+def gains_predicted(result: Result) -> list[Grid]:
+    """Over the baseline, and of predictions over the baseline's: of the metrics of the claims, or of all."""
+    info, measured = result.info, predictions_of(result.info).values()
+    baseline, rows = str(info.baseline), []
+    for metric in dict.fromkeys(claim.metric for claim in info.claims) or info.metrics:
+        for point, variant in ((point, name) for point in info.points for name in measured if name != baseline):
+            cells = (((variant + mark, point), (baseline + mark, point)) for mark in ("", PREDICTED))
+            both = [effects.between(result, metric, *pair).gain for pair in cells] if baseline in measured else []
+            if any(both):
+                told = (wording.interval(gain, "x") if gain else wording.NOTHING for gain in both)
+                rows.append((REPORTED.get(metric) or wording.short(metric, info), point, info.variants[variant], *told))
+    title = f"Gains over {info.variants.get(baseline)}, above 1 where it is better"
+    header = ("metric", "point", "variant", "gain measured", "gain predicted")
+    return [Grid(title, header, tuple(rows))] if rows else []
+
+
+def misses_in_words(result: Result) -> str:
+    """Of a run that asks how good predictions are: their errors, metric by metric. Empty of any other."""
+    told, predictions = [], predictions_of(result.info)
+    found = list(prediction.misses(result.rows, predictions)) if _is_about(result) else []
+    for name, short in REPORTED.items():
+        own = [miss for miss in found if miss.metric == name]
+        if own:
+            worst, median = max(own, key=_size), stats.median([_size(miss) for miss in own])
+            at = ", ".join(filter(None, (result.info.variants[predictions[worst.variant]], worst.point)))
+            told.append(f"{short} {median:.1%} (worst {worst.by}: {at})")
+    return f"Predictions are off by, in the median: {'; '.join(told)}." if told else ""
+
+
+def _is_about(result: Result) -> bool:
+    """Whether claims are on the predictions themselves."""
+    return any(claim.variant in predictions_of(result.info) for claim in result.info.claims)
+
+
+def _size(miss: Miss) -> float:
+    return abs(miss.share)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from markdown_it import MarkdownIt
-from markdown_it.renderer import RendererHTML
-from markdown_it.token import Token
-from markdown_it.utils import EnvType, OptionsDict
 
 from experiments.lab.show.figures.frame import NEXT
 
@@ -46,6 +43,7 @@ addEventListener('hashchange',show);document.documentElement.classList.add('js')
 """.replace("NEXT", NEXT)
 _TAGS = re.compile(r"</?(details|summary)>|<br>|<!--")  # what pages use of HTML
 _PAGE = re.compile(r"([\w.,=+-]+)\.md")  # beside the others
+_MARKDOWN = MarkdownIt().enable("table")
 
 
 def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
@@ -65,40 +63,30 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
         return re.sub(r'style="([^"]*)"', lambda x: f'class="{styles.setdefault(x[1], f"s{len(styles)}")}"', svg)
 
     alone = {name: shared(svg) for name, svg in sorted(figures.items())}
-    parser = _parser(alone)
     sections = "\n".join(
-        f'<section id="{html.escape(name)}">\n{parser.render(text)}</section>' for name, text in pages.items()
+        f'<section id="{html.escape(name)}">\n{_section(text, alone)}</section>' for name, text in pages.items()
     )
     classes = "\n".join(f".{name}{{{style}}}" for style, name in styles.items())
     patterns = "".join(f'<pattern id="{name}"{hatch}' for hatch, name in hatches.items())
-    first = next(iter(pages))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>mini-infer: reports</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}{classes}</style></head>\n'
-        f'<body><nav><a href="#{first}">All reports</a></nav>\n'
+        f'<body><nav><a href="#{next(iter(pages))}">All reports</a></nav>\n'
         f'<svg width="0" height="0" style="position:absolute"><defs>{patterns}</defs></svg>\n'
         f"{sections}\n"
         f'<div id="tip" hidden></div><script>{SCRIPT}</script></body></html>\n'
     )
 
 
-def _parser(figures: Mapping[str, str]) -> MarkdownIt:
-    """Of the pages: others are sections of the same file, a figure is its <svg>, and other tags are text."""
-
-    def link(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
-        href = str(tokens[at].attrGet("href"))
-        tokens[at].attrSet("href", _PAGE.sub(r"#\1", href) if _PAGE.fullmatch(href) else href)
-        return rules.renderToken(tokens, at, options, env)
-
-    def picture(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
-        name = str(tokens[at].attrGet("src")).rpartition("/")[2]
-        return figures.get(name, html.escape(tokens[at].content))
-
-    def raw(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
-        text = tokens[at].content
-        return text if _TAGS.match(text) else html.escape(text)
-
-    parser = MarkdownIt().enable("table")
-    for token, rule in {"link_open": link, "image": picture, "html_inline": raw, "html_block": raw}.items():
-        parser.add_render_rule(token, rule)
-    return parser
+def _section(text: str, figures: Mapping[str, str]) -> str:
+    """A page, in which others are sections of the same file, a figure is its <svg>, and unknown tags are text."""
+    tokens = _MARKDOWN.parse(text)
+    for token in (each for block in tokens for each in (block, *(block.children or ()))):
+        if token.type == "link_open" and _PAGE.fullmatch(href := str(token.attrs["href"])):
+            token.attrs["href"] = _PAGE.sub(r"#\1", href)
+        elif token.type == "image":
+            name = str(token.attrs["src"]).rpartition("/")[2]
+            token.type, token.content = "html_inline", figures.get(name, html.escape(token.content))
+        elif token.type in ("html_inline", "html_block") and not _TAGS.match(token.content):
+            token.content = html.escape(token.content)
+    return str(_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, {}))

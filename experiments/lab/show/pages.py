@@ -7,12 +7,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
-from experiments.lab.show import answer, effects, predictions, verdicts, wording
+from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import flags, invalid, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
@@ -38,16 +40,17 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         first.question,
     ]
     for result in results:
-
-        def line(picture: Picture, info: RunInfo = result.info) -> str:
-            return f"![{picture.title}]({FIGURES}/{figure_name(info, picture.name)})"
-
+        line = partial(_shown, result.info)
         if len(results) > 1 or result.info.run != "default":
             parts.append(f"## {heading(result.info)}")
         parts += [screen(result, since, line), *details(result, line)]
     parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _shown(info: RunInfo, picture: Picture) -> str:
+    return f"![{picture.title}]({FIGURES}/{figure_name(info, picture.name)})"
 
 
 def heading(info: RunInfo) -> str:
@@ -70,7 +73,7 @@ def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> s
         f"**{sentence(result)}**",
         _strip(result, since),
         *(picture(each) for each in gallery.of(result).first),
-        *(grid.markdown() for grid in predictions.errors(result)),
+        *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -78,17 +81,15 @@ def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> s
 
 def moved(info: RunInfo, since: Since) -> str:
     """How far the code has gone on, and whether other claims are made by now."""
-    count = since(info)
-    text = "as measured" if info.provenance.clean is not False else "as measured, with uncommitted changes"
-    if count is None:
-        text = "no git history here"
-    elif count:
-        text = f"{count} commit{'s' if count != 1 else ''} since"
+    count, dirty = since(info), info.provenance.clean is False
+    text = f"{count} commit{'s' if count != 1 else ''} since"
+    if not count:
+        text = "no git history here" if count is None else f"as measured{', with uncommitted changes' if dirty else ''}"
     return f"{text}, {ASKED_DIFFERENTLY}" if asked_differently(info) else text
 
 
 def _strip(result: Result, since: Since) -> str:
-    info, again = result.info, marks.again(result)
+    info, again, faults = result.info, marks.again(result), invalid(result)
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
@@ -96,8 +97,8 @@ def _strip(result: Result, since: Since) -> str:
         "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
-        "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
-        "claims": verdicts.counted(result) or "none",
+        "INVALID": f"**{faults:,} of {len(result.rows):,}**" if faults else "none",
+        "claims": wording.counted(result) or "none",
         "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
         "code": moved(info, since),
     }
@@ -109,10 +110,10 @@ def _not_counted(result: Result) -> list[str]:
     places = Counter((row.variant, row.point) for row in result.rows if row.is_fault)
     if not places:
         return []
-    ((variant, point), count), *others = places.most_common()
-    reason = next(r.reason for r in result.rows if r.is_fault and (r.variant, r.point) == (variant, point))
-    where = f"{result.info.variants[variant]}{f' at {wording.point(point)}' if point else ''}"
-    more = f"; {places.total() - count} elsewhere" if others else ""
+    cell, count = places.most_common(1)[0]
+    reason = next(row.reason for row in result.rows if row.is_fault and (row.variant, row.point) == cell)
+    where = f"{result.info.variants[cell[0]]}{wording.at(cell[1])}"
+    more = f"; {places.total() - count} elsewhere" if len(places) > 1 else ""
     below = " The remarks say more." if INVALID in result.remarks else ""
     return [f"**{INVALID}**: {count} values of {where} ({reason}){more}.{below}"]
 
@@ -120,49 +121,44 @@ def _not_counted(result: Result) -> list[str]:
 def _beside_others(result: Result) -> list[str]:
     """The first claim's figure, and at the same point those of variants with namesakes among the peers', beside theirs;
     the original project's; and what is to be reached."""
-    info, beside = result.info, []
+    info, told = result.info, ": none ran beside it"
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
         compared: dict[str, list[str]] = {}
-        for peer in effects.peers(info):
-            own = effects.namesake(info, peer) or variant
+        peers = effects.peers(info)
+        for peer in peers:
+            name = peer.partition("_")[2]  # our variant that it is like: of `vllm_w8a8` it is `w8a8`
+            own = name if name in info.variants and name not in peers else variant
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
-                name, gain = _named(info, peer), pair.gain
-                compared.setdefault(f"{info.variants[own]} {ours}", []).append(
-                    f"{wording.number(gain.median)}x as good as {name} ({theirs})"
-                    if pair.told
-                    else f"not told apart from {name} ({theirs}; {wording.interval(gain, 'x')} as good)"
-                )
+                text = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)} ({theirs})"
+                if not pair.told:
+                    gain = wording.interval(pair.gain, "x")
+                    text = f"not told apart from {_named(info, peer)} ({theirs}; {gain} as good)"
+                compared.setdefault(f"{info.variants[own]} {ours}", []).append(text)
         if compared:
-            at = f" at {wording.point(point)}" if point else ""
             said = "; ".join(", ".join([own, *theirs]) for own, theirs in compared.items())
-            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {said}."]
-    return [
-        *(beside or ["**Peers**: none ran beside it."]),
-        *([f"**The original project**: {info.original}."] if info.original else []),
-        *([f"**To reach**: {info.target}."] if info.target else []),
-    ]
+            told = f", {wording.short(metric, info)}{wording.at(point)}: {said}"
+    others = {"Peers": told, "The original project": info.original and f": {info.original}"}
+    others["To reach"] = info.target and f": {info.target}"
+    return [f"**{name}**{text}." for name, text in others.items() if text]
 
 
 def _of_the_limit(result: Result) -> list[str]:
     """What the hardware allows, where the first claim's figure was measured."""
     info = result.info
-    cells = [effect.cell for effect in effects.of_claims(result)] or [
-        (v, p) for v in info.variants for p in info.points
-    ]
-    for cell in cells:
+    every = [(variant, point) for variant in info.variants for point in info.points]
+    for cell in [effect.cell for effect in effects.of_claims(result)] or every:
         found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
-        where = ", ".join(part for part in (info.variants[cell[0]], wording.point(cell[1])) if part)
+        where = ", ".join(filter(None, (info.variants[cell[0]], wording.point(cell[1]))))
         if floor and step:
             text = f"of the {wording.number(step)} ms of a step the hardware needs at least {wording.number(floor)}"
             return [f"**Limit**: {text}: {wording.share(min(1.0, floor / step))} ({where})."]
-        shares = {use: what for use, what in zip(used, ("memory bandwidth", "computing power"), strict=True) if use}
-        if shares:
-            most = max(shares)
-            return [f"**Limit**: {wording.share(min(1.0, most))} of the {shares[most]} is used ({where})."]
+        if any(used):
+            most, what = max(zip(used, ("memory bandwidth", "computing power"), strict=True), key=itemgetter(0))
+            return [f"**Limit**: {wording.share(min(1.0, most))} of the {what} is used ({where})."]
     return []
 
 
@@ -187,13 +183,13 @@ since* the claims are others by now. `python run.py stale` lists what is due."""
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
     cells: dict[str, dict[str, list[str]]] = {}
-    for result in results:
-        if result.info.run == "default":
-            row = cells.setdefault(result.info.experiment, {})
-            row.setdefault(column(result.info), []).append(_cell(result, since))
-    lines = [(name, *("<br><br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
-    others = [(r.info.experiment, r.info.hardware, overrides(r.info), _cell(r, since)) for r in results
-              if r.info.run != "default"]  # fmt: skip
+    others = []
+    for info, cell in ((result.info, _cell(result, since)) for result in results):
+        if info.run == "default":
+            cells.setdefault(info.experiment, {name: [] for name in COLUMNS})[column(info)].append(cell)
+        else:
+            others.append((info.experiment, info.hardware, overrides(info), cell))
+    lines = [(name, *map("<br><br>".join, row.values())) for name, row in cells.items()]
     parts = [
         MARK,
         "# Reports",
@@ -207,10 +203,8 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
 
 def readme_with(text: str, results: Sequence[Result]) -> str:
     """A README whose table between the markers is made from the results; without them, as it was."""
-    if BEGIN not in text or END not in text:
-        return text
-    before, rest = text.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{_readme_table(results)}\n{END}{rest.split(END, 1)[1]}"
+    between = f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})"
+    return re.sub(between, lambda _: f"\n{_readme_table(results)}\n", text, count=1)
 
 
 def column(info: RunInfo) -> str:
@@ -229,21 +223,15 @@ def _is_served(info: RunInfo) -> bool:
 
 def _readme_table(results: Sequence[Result]) -> str:
     """What was measured on a GPU, each mechanism once: in the largest setting that it was measured in."""
-    best: dict[str, Result] = {}
     order = (LARGE, GPUS, SERVED, SMALL)
-    for result in results:
-        place = column(result.info)
-        if place in order and result.info.run == "default":
-            known = best.get(result.info.experiment)
-            if known is None or order.index(place) < order.index(column(known.info)):
-                best[result.info.experiment] = result
-    lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", _told(r)) for r in best.values()]
+    own = [r for r in results if r.info.run == "default" and column(r.info) in order]
+    best = {r.info.experiment: r for r in own}
+    best |= {r.info.experiment: r for r in sorted(own, key=lambda r: order.index(column(r.info)))[::-1]}
+    lines = []
+    for result in best.values():
+        mark = "" if result.info.status == COMPLETE else "**incomplete**: "
+        lines.append((f"[{result.info.title}](reports/{page_name(result.info)}.md)", mark + sentence(result)))
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
-
-
-def _told(result: Result) -> str:
-    mark = "" if result.info.status == COMPLETE else "**incomplete**: "
-    return mark + answer.sentence(result)
 
 
 def _cell(result: Result, since: Since) -> str:
@@ -255,9 +243,8 @@ def _cell(result: Result, since: Since) -> str:
     told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
     told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
     told += [moved(info, since)] if since(info) or asked_differently(info) else []
-    parts += [", ".join(told)] if told else []
-    parts += [f"**{flag.partition(' (')[0]}**" for flag in answer.flags(result)]
-    return "<br>".join(parts)
+    parts += [", ".join(told), *(f"**{flag.partition(' (')[0]}**" for flag in flags(result))]
+    return "<br>".join(filter(None, parts))
 
 
 def _effect(result: Result) -> str:
@@ -268,4 +255,4 @@ def _effect(result: Result) -> str:
         return f"{told or 'none'} of {len(measured)} pairs told from the product of their gains"
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"
-    return answer.in_words(found[0], result.info) if found else answer.sentence(result).partition(". ")[0]
+    return answer.in_words(found[0], result.info) if found else sentence(result).partition(". ")[0]

@@ -13,8 +13,7 @@ from typing import Any
 
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show.figures.timeline import first_pass, phases
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, StoreError
+from experiments.lab.store.result import Result, StoreError, write_atomic
 
 Event = dict[str, Any]
 ENGINE = 1  # the thread of the steps
@@ -28,13 +27,13 @@ def write(result: Result, path: Path) -> int:
             f"the run {info.experiment}/{info.hardware}/{info.run} stored no steps: name the point to keep in "
             "experiment.timeline of its YAML ({} for the only point), and run it again"
         )
-    found = events(result)
     told = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run}
     told |= {"commit": info.provenance.commit or "none", "started": info.provenance.started}
-    document = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": told}
+    document = {"traceEvents": (found := events(result)), "displayTimeUnit": "ms", "otherData": told}
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.write_atomic(path, json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        write_atomic({path: text})
     except OSError as error:
         raise StoreError(f"the trace cannot be written to {path}: {error}") from error
     return len(found)
@@ -48,10 +47,10 @@ def events(result: Result) -> list[Event]:
         title = f"{result.info.variants[variant]} {point}".strip()
         for kind, name in (("process_name", title), ("thread_name", "engine steps")):
             names.append({"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}})
-        for step in result.steps:
-            timed += _step(step, pid) if (step.variant, step.point) == (variant, point) else ()
+        for step in result.steps_of(variant, point):
+            timed += _step(step, pid)
         for number, request in enumerate(first_pass(result, variant, point)):
-            timed += _request(request, pid, f"{pid}.{number}")
+            timed += _request(request, {"cat": "request", "id": f"{pid}.{number}", "pid": pid, "tid": ENGINE})
     timed.sort(key=lambda event: event["ts"])  # stable: what ends goes before what begins at the same moment
     return [*names, *timed]
 
@@ -74,17 +73,15 @@ def _step(step: StepRow, pid: int) -> Iterator[Event]:
         yield {"ph": "C", "name": name, "ts": end, **here, "args": values}
 
 
-def _request(request: RequestRow, pid: int, identity: str) -> Iterator[Event]:
-    """Phases up to the last moment that is known."""
-    here = {"cat": "request", "id": identity, "pid": pid, "tid": ENGINE}
+def _request(request: RequestRow, here: Event) -> Iterator[Event]:
     told = ("name", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
     args = {name: getattr(request, name) for name in told}
     known = list(phases(request))
     last = known[-1][2] if known else request.arrival_s
-    for name, start, end in ((request.request, request.arrival_s, last), *known):
-        yield {"ph": "b", "name": name, "ts": _us(start), **here, "args": args if name == request.request else {}}
-        if name != request.request:
-            yield {"ph": "e", "name": name, "ts": _us(end), **here, "args": {}}
+    yield {"ph": "b", "name": request.request, "ts": _us(request.arrival_s), **here, "args": args}
+    for name, start, end in known:
+        for kind, moment in (("b", start), ("e", end)):
+            yield {"ph": kind, "name": name, "ts": _us(moment), **here, "args": {}}
     yield {"ph": "e", "name": request.request, "ts": _us(last), **here, "args": {}}
 
 

@@ -19,21 +19,19 @@ class Steps:
     how far the one under way has come, and how long all take like that; it is empty before that is known."""
 
     pace = ""
-    _begun = 0.0  # when the step that is under way was
     _told = 0.0  # when the step that is under way was last spoken of
 
     def __init__(self, title: str) -> None:
-        self._title = title
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         console = Console(stderr=True)
         self._drawn = console.is_terminal
         # Drawn between measurements only: a thread that redraws would take its time from what is measured.
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self._bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not self._drawn)
         self._task = self._bar.add_task(title, total=None)
-        self._started = time.monotonic()
-        self._total = self._done = 0
-        self._text = title  # of the step that is under way
-        self._process, self._processes = 0, 1
+        self._title = self._text = title  # the text is of the step that is under way,
+        self._started = self._begun = time.monotonic()  # which began then
+        self._total = self._done = self._process = 0
+        self._processes = 1
 
     def __enter__(self) -> Steps:
         self._bar.start()
@@ -42,8 +40,8 @@ class Steps:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._bar.stop()
         if kind is None:
-            seconds = time.monotonic() - self._started
             count = f"{self._done} of {self._total}" if self._done < self._total else f"{self._total}"
+            seconds = time.monotonic() - self._started
             print(f"{self._title}: {count} measurements in {seconds:.0f} s", file=sys.stderr)
 
     def begin_process(self, index: int, count: int) -> None:
@@ -57,14 +55,15 @@ class Steps:
     def next(self, what: str) -> None:
         """A step begins; the one before it is done."""
         interrupts.keep()
-        if self._processes > 1:
-            what = f"process {self._process + 1} of {self._processes}, {what}"
+        now, left = time.monotonic(), ""
+        if self._done:  # of the whole run, by the steps that are done
+            seconds = (now - self._started) / self._done * (self._total - self._done)
+            left = f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
+        process = f"process {self._process + 1} of {self._processes}, " if self._processes > 1 else ""
         self._bar.update(self._task, completed=self._done)
-        left = self._left()
         self._done += 1
-        self._begun, self.pace = time.monotonic(), ""
-        self._text = f"{self._title}: {what}{left}"
-        self._told = time.monotonic()
+        self._begun = self._told = now
+        self._text, self.pace = f"{self._title}: {process}{what}{left}", ""
         self._say(self._text, f"[{self._done}/{self._total}] ")
 
     def within(self, done: int, total: int) -> None:
@@ -74,19 +73,12 @@ class Steps:
             self.tell(done, total)
 
     def tell(self, done: int, total: int) -> None:
-        seconds = time.monotonic() - self._begun
         if done:
-            self.pace = f"{done} of {total} requests were answered after {seconds:.0f} s"
-            whole = seconds * total / done * self._total
-            self.pace += f": at that pace the run's {self._total} passes take about {whole / 60:.0f} min"
+            seconds = time.monotonic() - self._begun
+            whole = seconds * total / done * self._total / 60
+            self.pace = f"{done} of {total} requests were answered after {seconds:.0f} s: at that pace the run's "
+            self.pace += f"{self._total} passes take about {whole:.0f} min"
         self._say(f"{self._text}: {done} of {total} requests", "    ")
-
-    def _left(self) -> str:
-        """Of the whole run, by the steps that are done."""
-        if not self._done:
-            return ""
-        seconds = (time.monotonic() - self._started) / self._done * (self._total - self._done)
-        return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
 
     def note(self, what: str) -> None:
         """Of what is done beside the steps: again, because ...; gates, which take a while before the first step."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import sweeps, verdicts
+from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -29,46 +28,58 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     results are gone, and writes all pages as one HTML file.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
-    found, damaged = _read(results)
+    damaged: dict[Path, StoreError] = {}
+    found = store.read_all(results, damaged)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
-    found = sweeps.with_beside([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
+    # An incomplete run beside a complete one is not shown: the page is of the other.
+    beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
+    found = [r for r in found if store.run_path(r.info) not in beside]
+    page_of = lambda result: page_name(result.info)  # noqa: E731
+    found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    svgs: dict[str, str] = {}
-    for page, group in groupby(found, key=_page):
+    drawn: dict[str, str] = {}  # figures as <svg>, by their names
+    stale: set[str | None] = set()  # pages whose other figures, made earlier, go
+    for page, group in groupby(found, key=page_of):
         if only not in (None, page):
             continue
-        own, drawn = list(group), set()
+        own = list(group)
         for name, picture in ((figure_name(r.info, p.name), p) for r in own for p in gallery.of(r).every):
             figure = picture.draw()
-            store.write_atomic(reports / FIGURES / name, frame.png(figure, page))
-            drawn.add(name)
-            if only is None:
-                svgs[name] = frame.svg(figure, f"f{len(svgs)}")
-        axes = store.run_path(own[0].info).parts[:2]
-        missing = [path for path in damaged if path.parts[:2] == axes]
-        page_text = report_page(own, missing, known)
+            store.write_atomic({reports / FIGURES / name: frame.png(figure, page)})
+            drawn[name] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
+        missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
+        stale |= set() if missing else {page}
+        text = report_page(own, missing, known)
         if reports.parent.name == "trial":  # a folder deeper below the code and the docs that pages link to
-            page_text = re.sub(r"\]\(\.\./(?!results/)", "](../../", page_text)
+            text = re.sub(r"\]\(\.\./(?!results/)", "](../../", text)
         written.append(reports / f"{page}.md")
-        store.write_atomic(written[-1], page_text)
-        if not missing:
-            _remove_figures(reports, [page], drawn)
-    store.write_atomic(reports / INDEX, index_page(found, damaged, known))
+        store.write_atomic({written[-1]: text})
+    index = reports / INDEX
+    store.write_atomic({index: index_page(found, damaged, known)})
+    # A page whose results cannot be read is known, too: which scale is the default one only the file itself would say.
+    pages_of = {path: (path.parts[0], ".".join(path.parts[:2])) for path in damaged}
     if only is None:
-        _remove_stale(reports, {_page(r) for r in found} | _pages_of(damaged))
-        pages = {path.stem: path.read_text(encoding="utf-8") for path in (reports / INDEX, *written)}
-        store.write_atomic(reports / HTML, document(pages, svgs))
+        pages = set(map(page_of, found)).union(*pages_of.values())
+        gone = [path for path in reports.glob("*.md") if path != index and path.stem not in pages]
+        for path in (path for path in gone if path.read_bytes().startswith(MARK.encode())):
+            path.unlink()
+        stale |= {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")} - {None, *pages}
+        texts = {path.stem: path.read_text(encoding="utf-8") for path in (index, *written)}
+        store.write_atomic({reports / HTML: document(texts, drawn)})
+    for path in (reports / FIGURES).glob("*.png"):
+        if path.name not in drawn and frame.made_for(path) in stale:
+            path.unlink()
     readme = reports.parent / INDEX
-    if readme.is_file() and (text := readme.read_text(encoding="utf-8")) != (made := readme_with(text, found)):
-        store.write_atomic(readme, made)
-    errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
+    if readme.is_file() and (before := readme.read_text(encoding="utf-8")) != (made := readme_with(before, found)):
+        store.write_atomic({readme: made})
+    errors = [str(error) for path, error in damaged.items() if only is None or only in pages_of[path]]
     if errors:
         raise StoreError("\n".join(["reports were made without these results:", *errors]))
-    return [*written, reports / INDEX]
+    return [*written, index]
 
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
@@ -80,55 +91,15 @@ def figure_paths(reports: Path, result: Result) -> list[Path]:
 def summary(result: Result) -> str:
     """The answer, the verdicts and the tables they rest on, for the terminal."""
     info = result.info
-    lines = [_wrapped(f"{flag}", "  ! ") for flag in flags(result)]
-    lines.append(_wrapped(answer(result), "  "))
+    lines = [*(_wrapped(flag, "  ! ") for flag in flags(result)), _wrapped(answer(result), "  "), ""]
     named = list(dict.fromkeys(claim.metric for claim in info.claims)) or list(info.metrics)[:1]
     grids = Sheet(result).grids(named)
     shown = grids if sum(len(grid.rows) for grid in grids) <= SCREEN_ROWS else Sheet(result).grids(named[:1])
-    lines += ["", *(textwrap.indent(grid.text(), "  ") + "\n" for grid in shown)]
-    for line in verdicts.lines(result):
+    lines += [textwrap.indent(grid.text(), "  ") + "\n" for grid in shown]
+    for line in wording.verdicts(result):
         text = f"{line.claim}: measured {line.measured}" + (f" ({line.why})" if line.why else "")
         lines.append(_wrapped(text, f"  {line.verdict:>12}  ", 16))
     return "\n".join(lines)
-
-
-def _page(result: Result) -> str:
-    return page_name(result.info)
-
-
-def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
-    """All results that can be read, in the reports' order, and why others (paths below `results`) cannot. An incomplete
-    run beside a complete one is not shown: the page is of the other."""
-    found: list[Result] = []
-    damaged: dict[Path, StoreError] = {}
-    for path in sorted(results.glob(store.EVERY_RUN)):
-        try:
-            found.append(store.read(path))
-        except StoreError as error:
-            damaged[path.relative_to(results)] = error
-    known = {store.run_path(result.info) for result in found}
-    return store.in_order([r for r in found if store.completed_by(r.info) not in known]), damaged
-
-
-def _pages_of(damaged: Iterable[Path]) -> set[str]:
-    """The pages that these results may stand on: which scale is the default one only the file itself would say."""
-    return {page for path in damaged for page in (path.parts[0], ".".join(path.parts[:2]))}
-
-
-def _remove_stale(reports: Path, known: Collection[str]) -> None:
-    """What carries our mark and is of no `known` page; one whose results cannot be read is known, too."""
-    for path in reports.glob("*.md"):
-        if path.name != INDEX and path.stem not in known and path.read_bytes().startswith(MARK.encode()):
-            path.unlink()
-    owners = {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")}
-    _remove_figures(reports, owners - {None, *known}, ())
-
-
-def _remove_figures(reports: Path, pages: Collection[str | None], kept: Collection[str]) -> None:
-    """Those of some pages, but for the names that are kept."""
-    for path in (reports / FIGURES).glob("*.png"):
-        if path.name not in kept and frame.made_for(path) in pages:
-            path.unlink()
 
 
 def _wrapped(text: str, start: str, indent: int = 2) -> str:

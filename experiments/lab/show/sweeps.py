@@ -4,10 +4,12 @@ experiment's result when pages are made; where there is none yet, the metric is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experiments.lab import points
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import COMPLETE, Result, RunInfo, run_name, slug
@@ -21,56 +23,34 @@ def joined(results: Sequence[Result]) -> list[Result]:
     found: list[Result] = []
     left = list(results)
     while left:
-        first = left[0]
-        alike = {key: _alike(key, first, results) for key in first.info.changed}
-        sweeps = {
-            key: _one_a_value(key, [r for r in left if key in r.info.changed and any(r is run for run in runs)])
-            for key, runs in alike.items()
-        }
-        key = max(sweeps, key=lambda name: len(sweeps[name]), default="")
-        together = sweeps.get(key, [])
-        if len(together) < 2:
-            together = [first]
-            found.append(first)
-        else:
-            unchanged = [r for r in alike[key] if key not in r.info.changed and _value(key, r.info) is not None]
-            found.append(_join(key, [*unchanged, *together]))
+        first, together, by = left[0], left[:1], ""
+        for key in first.info.changed:
+            one_a_value: dict[Any, Result] = {}
+            for run in left:
+                if key in run.info.changed and _rest(key, run) == _rest(key, first):
+                    one_a_value.setdefault(_value(key, run.info), run)
+            if len(one_a_value) > len(together):
+                together, by = [*one_a_value.values()], key
+        unchanged = [r for r in results if by and by not in r.info.changed and _rest(by, r) == _rest(by, first)]
+        runs = [*(r for r in unchanged if _value(by, r.info) is not None), *together]
+        found.append(_join(by, runs) if by else first)
         left = [r for r in left if not any(r is run for run in together)]
     return found
 
 
-def _one_a_value(key: str, runs: Sequence[Result]) -> list[Result]:
-    """The first of those that differ in nothing that has a key."""
-    found: dict[Any, Result] = {}
-    for run in runs:
-        found.setdefault(_value(key, run.info), run)
-    return [*found.values()]
-
-
-def _alike(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
-    """The runs on the same machine that differ from `result` in this key at most."""
-    rest = _without(key, result.info)
-    return [r for r in results if r.info.hardware == result.info.hardware and _without(key, r.info) == rest]
-
-
-def _without(key: str, info: RunInfo) -> dict[str, str]:
-    return {name: value for name, value in info.changed.items() if name != key}
+def _rest(key: str, result: Result) -> tuple[str, dict[str, str]]:
+    """What runs that differ in this key at most have in common."""
+    return result.info.hardware, {name: value for name, value in result.info.changed.items() if name != key}
 
 
 def _value(key: str, info: RunInfo) -> Any:
     """As a number, where it is one."""
-    if key in info.changed:
-        text = info.changed[key]
-        for kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        return text
-    node: Any = info.config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
+    if key not in info.changed:
+        return points.flat(info.config).get(key)
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(info.changed[key])
+    return info.changed[key]
 
 
 def _join(key: str, runs: Sequence[Result]) -> Result:
@@ -78,27 +58,23 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
     pairs = [(_value(key, run.info), run) for run in runs]
     if all(isinstance(value, (int, float)) for value, _ in pairs):
         pairs.sort(key=lambda pair: float(pair[0]))
-    first, rest = pairs[0][1].info, _without(key, pairs[-1][1].info)
+    first, (_, rest) = pairs[0][1].info, _rest(key, pairs[-1][1])
     short = key.rpartition(".")[2].rpartition("/")[2]
 
     def named(value: Any, point: str) -> str:
         return f"{short}={value} {point}".strip()
 
-    def gates(of: Callable[[RunInfo], Sequence[Any]]) -> tuple[Any, ...]:
+    def gates(kind: str) -> tuple[Any, ...]:
         """Those of all runs, each of the points of its own."""
-        found = [(v, run, gate) for v, run in pairs for gate in of(run.info)]
-        return tuple(
-            replace(gate, point=named(v, point))
-            for v, run, gate in found
-            for point in ([gate.point] if gate.point else run.info.points)
-        )
+        return tuple(replace(gate, point=named(v, point)) for v, run in pairs for gate in getattr(run.info, kind)
+                     for point in ([gate.point] if gate.point else run.info.points))  # fmt: skip
 
     def label(variant: str, own: str) -> str:
         """Without what differs between the runs, which stands in the names of points."""
-        every = {run.info.variants.get(variant, own) for _, run in pairs}
-        return own if len(every) == 1 else own.rpartition(" (")[0] or own
+        alike = all(run.info.variants.get(variant, own) == own for run in runs)
+        return own if alike else own.rpartition(" (")[0] or own
 
-    metrics = [name for name in first.metrics if all(name in run.info.metrics for _, run in pairs)]
+    metrics = [name for name in first.metrics if all(name in run.info.metrics for run in runs)]
     drawn = list(dict.fromkeys([*(claim.metric for claim in first.claims if claim.metric in metrics), *metrics]))
     panels = tuple(PanelSpec(metric, PanelKind.lines, x=key, x_label=short) for metric in drawn[:PANELS])
     info = replace(
@@ -108,8 +84,8 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
         points={named(v, point): {**at, key: v} for v, run in pairs for point, at in run.info.points.items()},
         metrics={name: first.metrics[name] for name in metrics},
         claims=(),
-        gates=gates(lambda info: info.gates),
-        error_gates=gates(lambda info: info.error_gates),
+        gates=gates("gates"),
+        error_gates=gates("error_gates"),
         status=next((run.info.status for _, run in pairs if run.info.status != COMPLETE), COMPLETE),
         samples=(),
         plots=(PlotSpec(f"over-{slug(short)}", f"Over {short}", panels),),
@@ -126,42 +102,36 @@ class Beside:
     label: str  # likewise
     experiment: str
     metric: str
-    # What a point of the other experiment says, of its settings or of a named point.
-    at: dict[str, Any] = field(default_factory=dict)
+    at: dict[str, Any] = field(default_factory=dict)  # what a point of the other experiment says
     variants: dict[str, str] = field(default_factory=dict)  # of this page -> of the other experiment
 
 
 def with_beside(results: Sequence[Result]) -> list[Result]:
-    """Each result with what its experiment wants beside it, at its first point."""
+    """Each result with what its experiment wants beside it, at its first point. Panels of what is not there are not
+    drawn."""
     found = []
     for result in results:
         for asked in result.info.config.get("experiment", {}).get("beside") or ():
-            wanted = Beside(**asked)
-            others = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
-            other = next((r for r in others if wanted.metric in r.info.metrics), None)
-            result = _lacking(result, wanted.name) if other is None else _taken(result, other, wanted)
+            wanted, info = Beside(**asked), result.info
+            there = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
+            other = next((r for r in there if wanted.metric in r.info.metrics), None)
+            if other is None:
+                kept = [(plot, tuple(panel for panel in plot.panels if wanted.name not in (panel.metric, panel.x)))
+                        for plot in info.plots]  # fmt: skip
+                plots = tuple(replace(plot, panels=panels) for plot, panels in kept if panels)
+                result = replace(result, info=replace(info, plots=plots))
+                continue
+            theirs = other.info.metrics[wanted.metric]
+            at = [name for name, point in other.info.points.items() if wanted.at.items() <= point.items()]
+            rows = [
+                Row(own, next(iter(info.points)), repeat, wanted.name, value, theirs.unit, process=process)
+                for own, their in wanted.variants.items()
+                for point in at[:1]
+                for (process, repeat), value in other.values(their, point, wanted.metric).items()
+            ]
+            if rows:
+                metric = Metric(f"{wanted.label}, on {other.info.hardware}", theirs.unit, theirs.better)
+                info = replace(info, metrics={**info.metrics, wanted.name: metric})
+                result = replace(result, info=info, rows=(*result.rows, *rows))
         found.append(result)
     return found
-
-
-def _lacking(result: Result, metric: str) -> Result:
-    """Panels of what is not there are not drawn."""
-    kept = (
-        replace(plot, panels=tuple(panel for panel in plot.panels if metric not in (panel.metric, panel.x)))
-        for plot in result.info.plots
-    )
-    return replace(result, info=replace(result.info, plots=tuple(plot for plot in kept if plot.panels)))
-
-
-def _taken(result: Result, other: Result, wanted: Beside) -> Result:
-    first, theirs = next(iter(result.info.points)), other.info.metrics[wanted.metric]
-    at = [name for name, point in other.info.points.items() if wanted.at.items() <= point.items()]
-    rows = [
-        Row(own, first, repeat, wanted.name, value, theirs.unit, process=process)
-        for own, their in wanted.variants.items()
-        for point in at[:1]
-        for (process, repeat), value in other.table.values(their, point, wanted.metric).items()
-    ]
-    metric = Metric(f"{wanted.label}, on {other.info.hardware}", theirs.unit, theirs.better)
-    info = replace(result.info, metrics={**result.info.metrics, wanted.name: metric})
-    return replace(result, info=info, rows=(*result.rows, *rows)) if rows else result

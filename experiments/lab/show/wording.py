@@ -1,16 +1,18 @@
-"""Numbers and claims in words, the same in tables, figures and on the terminal."""
+"""Numbers, and what gates and claims found, in words: the same in tables, figures and on the terminal."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lab import points
-from experiments.lab.judge.claims import Claim, Judgement
+from experiments.lab.judge.claims import Judgement, Verdict
+from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.stats import Estimate
-from experiments.lab.store.result import Provenance, RunInfo
+from experiments.lab.store.result import Provenance, Result, RunInfo
 
 NOTHING = "-"
 _SHORT = {  # what a metric is called where a line has no room
@@ -88,10 +90,19 @@ def is_share(name: str, info: RunInfo) -> bool:
     return info.metrics[name].unit == "" and name not in RATIOS
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def setting(key: str) -> str:
     """`workload.output_spread` as `output spread`, where an experiment has no words of its own for it."""
     name = key.rpartition(".")[2]
     return "requests" if name == "count" else name.replace("_", " ")
+
+
+def others(settings: Mapping[str, Any], left_out: str) -> str:
+    """As a point's name has them: `batch=8 mode=x`."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != left_out)
 
 
 def titled(text: str, name: str) -> str:
@@ -108,6 +119,11 @@ def point(name: str) -> str:
     return name.replace("=", " ").replace("_", " ")
 
 
+def at(name: str) -> str:
+    """` at 64 requests`; nothing where there is one point alone."""
+    return f" at {point(name)}" if name else ""
+
+
 def number(value: float) -> str:
     """Three significant digits, or all before the point: 12,345  123  12.3  1.23  0.00123; whole numbers whole."""
     size = abs(value)
@@ -115,11 +131,7 @@ def number(value: float) -> str:
         return "∞"
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 1:
-        return f"{value:.2f}"
-    return f"{value:#.3g}"
+    return f"{value:.{1 if size >= 10 else 2}f}" if size >= 1 else f"{value:#.3g}"
 
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
@@ -163,33 +175,68 @@ def commit(origin: Provenance) -> str:
     return f"commit {origin.commit[:12]}, {tree[origin.clean]}"
 
 
-def claim(claim: Claim, info: RunInfo) -> str:
+class Line(NamedTuple):
+    """What a gate or a claim found."""
+
+    claim: str
+    verdict: str
+    measured: str
+    source: str
+    why: str = ""  # there is no other verdict
+
+
+def verdicts(result: Result) -> list[Line]:
+    """One for a variant's gates that passed, for each other gate, and for each claim."""
+    gates: dict[tuple[str, ...], list[Any]] = {}
+    for gate in sorted(result.info.every_gate, key=lambda gate: (isinstance(gate, ErrorGate), not gate.passed)):
+        kind = (gate.variant, type(gate).__name__, "" if isinstance(gate, ErrorGate) else gate.against)
+        gates.setdefault(kind if gate.passed else (*kind, str(gate.point)), []).append(gate)
+    return [*(_of_gates(alike, result.info) for alike in gates.values()),
+            *(of_claim(judged, result.info) for judged in result.judgements)]  # fmt: skip
+
+
+def counted(result: Result) -> str:
+    """`2 supported, 1 refuted`"""
+    counts = Counter(judged.verdict for judged in result.judgements)
+    return ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+
+
+def _of_gates(gates: Sequence[Any], info: RunInfo) -> Line:
+    """Of one variant and kind; they are several where all have passed."""
+    first, count, label = gates[0], len(gates), info.variants[gates[0].variant]
+    if isinstance(first, ErrorGate):
+        claim = f"{label}: relative error at most {number(first.allowed)} against {first.against}"
+        worst = max(gates, key=lambda gate: gate.error)
+        agreed = f"; {worst.equal_rows:,} of {worst.rows:,} greedy tokens agree" if worst.rows else ""
+        measured = f"{number(worst.error)}{agreed}"
+    else:
+        other = f"generates the same greedy tokens as {info.variants.get(str(info.baseline), '')}"
+        claim = f"{label} {f'answers each request as {first.against}' if first.against else other}"
+        measured = f"{sum(g.equal_tokens for g in gates):,} of {sum(g.total_tokens for g in gates):,} tokens"
+        if count == 1 and (at := first.first_difference) is not None:
+            where = f"request {at.request}, token {at.position}"
+            measured += f" (first difference: {where}: {at.expected} became {at.got})"
+    every = "all " if count == len(info.points) else ""
+    where = f", at {every}{count} points" if count > 1 else f" at {first.point}" if first.point else ""
+    return Line(claim + where, (Verdict.supported if first.passed else Verdict.refuted).value, measured, "the gate")
+
+
+def of_claim(judged: Judgement, info: RunInfo) -> Line:
     """`output tokens per second of mini-infer at concurrency=8: at least 1.5x that of transformers (aim 2x)`"""
-    label = info.metrics[claim.metric].label
-    subject = f"{label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else label
-    text = f"{subject}{f' at {claim.point}' if claim.point else ''}: {bound(claim, info)}"
+    claim, found = judged.claim, judged.estimate
+    metric, times = info.metrics[claim.metric], "x" if claim.bound.is_ratio else ""
+    unit = times or f" {metric.unit}".rstrip()
+    text = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
+    text += f" at {claim.point}: " if claim.point else ": "
+    least = "from" if claim.upper is not None else "at least" if claim.bound.is_floor else "at most"
+    text += f"{least} {number(claim.value)}{'' if claim.upper is None else f' to {number(claim.upper)}'}{unit}"
     if claim.bound.is_ratio and claim.reference_variant != claim.variant:
         text += f" that of {info.variants[str(claim.reference_variant)]}"
     elif claim.bound.is_ratio:
         text += f" that at {claim.reference_point}"
-    times = "x" if claim.bound.is_ratio else ""
-    return text if claim.aim is None else f"{text} (aim {number(claim.aim)}{times})"
-
-
-def bound(claim: Claim, info: RunInfo) -> str:
-    """`at least 1.5x`"""
-    unit = "x" if claim.bound.is_ratio else f" {info.metrics[claim.metric].unit}".rstrip()
-    if claim.upper is not None:
-        return f"from {number(claim.value)} to {number(claim.upper)}{unit}"
-    return f"{'at least' if claim.bound.is_floor else 'at most'} {number(claim.value)}{unit}"
-
-
-def measured(judgement: Judgement, info: RunInfo) -> str:
-    if judgement.estimate is None:
-        return NOTHING
-    bound = judgement.claim.bound
-    unit = "" if bound.is_ratio else f" {info.metrics[judgement.claim.metric].unit}"
-    return interval(judgement.estimate, "x" if bound.is_ratio else "") + unit.rstrip()
+    text += "" if claim.aim is None else f" (aim {number(claim.aim)}{times})"
+    measured = NOTHING if found is None else interval(found, times) + ("" if times else unit)
+    return Line(text, judged.verdict.value, measured, claim.source, judged.reason)
 
 
 def device(info: RunInfo) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -18,21 +19,16 @@ from experiments.lab.store.result import COMPLETE, write_atomic
 LEFT_ASIDE = ("paths", "tracker")  # settings that change nothing of what is measured
 
 
+@dataclass(frozen=True)
 class Kept:
-    """
-    Args:
-        place: of the run's files, without an ending.
-        commit: of a clean tree; None where it is not known which code measures: nothing is kept then.
-        resume: what is there already counts; else it goes, whenever its turn comes.
-    """
-
-    def __init__(self, place: Path, commit: str | None, resume: bool) -> None:
-        self._place, self._commit, self._resume = place, commit, resume
+    place: Path  # of the run's files, without an ending
+    commit: str | None  # of a clean tree; None where it is not known which code measures: nothing is kept then
+    resume: bool  # what is there already counts; else it goes, whenever its turn comes
 
     def find(self, process: int, config: DictConfig) -> Findings | None:
         """What the process has found with this config, measured by this commit."""
         path = self._path(process)
-        if self._resume and self._commit is not None and path.exists():
+        if self.resume and self.commit is not None and path.exists():
             key, found = pickle.loads(path.read_bytes())
             if key == self._key(config):
                 assert isinstance(found, Findings)
@@ -41,22 +37,21 @@ class Kept:
         return None
 
     def keep(self, process: int, config: DictConfig, found: Findings) -> None:
-        if self._commit is None or found.status != COMPLETE:
+        if self.commit is None or found.status != COMPLETE:
             return
-        path = self._path(process)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, pickle.dumps((self._key(config), found)))
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic({self._path(process): pickle.dumps((self._key(config), found))})
         except OSError as error:
             print(f"process {process + 1} is not kept for --resume: {error}", file=sys.stderr)
 
     def drop(self) -> None:
-        for path in self._place.parent.glob(self._path(0).name.replace("-1.", "-*.")):
+        for path in self.place.parent.glob(self._path(0).name.replace("-1.", "-*.")):
             path.unlink(missing_ok=True)
 
     def _path(self, process: int) -> Path:
-        return self._place.with_name(f"{self._place.name}.process-{process + 1}.pickle")
+        return self.place.with_name(f"{self.place.name}.process-{process + 1}.pickle")
 
     def _key(self, config: DictConfig) -> str:
         settings = {key: value for key, value in schema.plain(config).items() if key not in LEFT_ASIDE}
-        return hashlib.sha256(json.dumps([self._commit, settings], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.commit, settings], sort_keys=True).encode()).hexdigest()

@@ -11,24 +11,13 @@ from experiments.lab.judge import validity
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
 from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure import cells
+from experiments.lab.measure import cells, traces
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.traces import (
-    RAMP,
-    ExpertRow,
-    GapRow,
-    RequestRow,
-    StepRow,
-    expert_rows,
-    gap_rows,
-    request_rows,
-    step_rows,
-)
+from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.store.rows import Row
 
 Key = tuple[str, str]  # variant, point
-RAMPS = f"the first and the last {100 * RAMP:.0f} % of the time in which requests arrive, with what falls into them"
 
 
 @dataclass(frozen=True)
@@ -73,19 +62,20 @@ class Ledger:
         """Of several attempts at a cell the last one counts; rows and requests of the others are kept, and are invalid.
         `absent` is what could not be measured, and why."""
         found = Round()
-        baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
+        judging = [attempts[-1] for cell, attempts in passes
+                   if cell.variant == self._terms.baseline and cells.tokens_must_agree(cell)]  # fmt: skip
+        right = _told(judging[0]) if judging else None
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
-                found.steps.extend(step_rows(*cell.key, attempts[-1].served))
+                found.steps.extend(traces.step_rows(*cell.key, attempts[-1].served))
             told = _told(attempts[-1])
             if told is None:
                 label = self._terms.labels[cell.variant]
                 found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
                 continue
             found.tokens[cell.key] = told
-            right = None if baseline is None or not cells.tokens_must_agree(baseline[0]) else _told(baseline[1])
             if right is not None and cells.tokens_must_agree(cell):
                 found.gates[cell.key] = compare(*cell.key, right, told)
         for cell, why in absent:
@@ -96,13 +86,11 @@ class Ledger:
     def notes(self) -> list[str]:
         """Of each pass, and of all of them together."""
         notes = [note for found in self.rounds for note in found.notes]
-        many = [drift for drift in self._host_drifts if drift > MAX_DRIFT]
-        if many:
+        if many := [drift for drift in self._host_drifts if drift > MAX_DRIFT]:
             drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
             notes.append(
-                f"The host's speed changed by {drifts} % during {len(many)} of "
-                f"{len(self._host_drifts)} passes; beside a GPU that counts against a pass from "
-                f"{100 * HOST_BESIDE_GPU:.0f} % on."
+                f"The host's speed changed by {drifts} % during {len(many)} of {len(self._host_drifts)} passes; beside "
+                f"a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on."
             )
         if late := [share for share in self._late_readings if share]:
             notes.append(
@@ -127,12 +115,11 @@ class Ledger:
         floors = against.floors(served.records) if against.floors else ()  # once, for all metrics
         if against.floors:
             against = replace(against, floors=lambda _: floors)
-        first = self.tokens(cell.key) if cells.tokens_must_agree(cell) else None
         evidence = Evidence(
             served,
             terms.vocab_size,
             measured.drift,
-            first,
+            self.tokens(cell.key) if cells.tokens_must_agree(cell) else None,
             made_up_prompts=cells.drafts_on_made_up_prompts(cell),
             items=measured.items,
             before=measured.before,
@@ -143,9 +130,9 @@ class Ledger:
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, served, problem))
         attempt = self._tried[cell.key, repeat]
         self._tried[cell.key, repeat] += 1
-        found.requests.extend(request_rows(*cell.key, repeat, served, attempt=attempt, valid=not problem))
-        found.gaps.extend([] if problem else gap_rows(*cell.key, repeat, served))
-        found.experts.extend([] if problem or repeat else expert_rows(*cell.key, served))
+        found.requests.extend(traces.request_rows(*cell.key, repeat, served, attempt=attempt, valid=not problem))
+        found.gaps.extend([] if problem else traces.gap_rows(*cell.key, repeat, served))
+        found.experts.extend([] if problem or repeat else traces.expert_rows(*cell.key, served))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
@@ -153,7 +140,8 @@ class Ledger:
             found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
         self._late_readings.append(validity.late_readings(evidence))
         if served.window is not None:
-            found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
+            share = f"{100 * traces.RAMP:.0f} % of the time in which requests arrive, with what falls into them"
+            found.notes.append(f"Ramps of the open loop are left out{at}: the first and the last {share}.")
 
 
 def _told(measured: Pass) -> Tokens | None:

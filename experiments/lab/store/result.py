@@ -1,13 +1,5 @@
-"""The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
-
-    results/<experiment>/<scale>.<via>/<hardware>/
-        <run>.csv            one row per (variant, point, repeat, process, metric)
-        <run>.json           config, command, commit, versions, device, gates, claims, ...
-        <run>.steps.csv      one row per engine step of one point: where the experiment asks for it
-        <run>.requests.csv   one per request of every pass
-        <run>.gaps.csv       one per pass that counts: how long its tokens took
-        <run>.profile.csv    one per kernel of a decode step: likewise
-        <run>.experts.csv    one per layer with experts: where the engine counts their tokens
+"""The result store: results/<experiment>/<scale>.<via>/<hardware>/<run>.csv with the numbers, <run>.json with all that
+is needed to understand them, and more tables (see TABLES) where the experiment asks for them.
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
 beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
@@ -21,8 +13,8 @@ import json
 import math
 import os
 import re
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -40,8 +32,7 @@ from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRo
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, Turn, from_csv, rounded, to_csv
-from mini_infer.core.config_checks import field_types
+from experiments.lab.store.rows import Row, Table, Turn, converter, from_csv, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -51,12 +42,12 @@ REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run 
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
 TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Result's field, and the type of its rows
-    ".csv": ("rows", Row),
-    ".steps.csv": ("steps", StepRow),
-    ".requests.csv": ("requests", RequestRow),
-    ".gaps.csv": ("gaps", GapRow),
-    ".profile.csv": ("kernels", KernelRow),
-    ".experts.csv": ("experts", ExpertRow),
+    ".csv": ("rows", Row),  # one per (variant, point, repeat, process, metric)
+    ".steps.csv": ("steps", StepRow),  # one per engine step of one point
+    ".requests.csv": ("requests", RequestRow),  # one per request of every pass
+    ".gaps.csv": ("gaps", GapRow),  # one per pass that counts: how long its tokens took
+    ".profile.csv": ("kernels", KernelRow),  # one per kernel of a decode step
+    ".experts.csv": ("experts", ExpertRow),  # one per layer with experts
 }
 
 
@@ -127,6 +118,11 @@ class RunInfo:
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
+    def cells(self) -> list[tuple[str, str]]:
+        """Variant and point, point by point."""
+        return [(variant, point) for point in self.points for variant in self.variants]
+
+    @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
         return (*self.gates, *self.error_gates)
 
@@ -152,15 +148,17 @@ class Result:
         """With searches as their passes have bracketed the knee, those outside of the range among them."""
         return Table(knees.bracketed(self.rows, self.info.points, self.info.config))
 
+    def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
+        """Those that count, by process and repeat."""
+        return self.table.values(variant, point, metric)
+
+    def steps_of(self, variant: str, point: str) -> list[StepRow]:
+        return [step for step in self.steps if (step.variant, step.point) == (variant, point)]
+
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""
-        values, about = self.table.values(variant, point, metric), self.info.metrics.get(metric)
+        values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
         return stats.absolute(values, about is not None and about.share) if values else None
-
-    def ratio(self, variant: str, point: str, metric: str) -> Estimate | None:
-        """To the baseline, turn by turn."""
-        baseline = self.table.values(str(self.info.baseline), point, metric)
-        return stats.ratio(self.table.values(variant, point, metric), baseline)
 
     @property
     def repeats(self) -> int:
@@ -225,58 +223,41 @@ def slug(text: str) -> str:
 def write_run(root: Path, result: Result) -> Path:
     """As `write`; but an incomplete run does not replace a complete one: it stands beside it until it is complete."""
     info = result.info
-    beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
-    folder = root / run_path(info).parent
-    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
-        return write(root, beside)
-    path = write(root, result)
-    for ending in (".json", REMARKS, *TABLES):
-        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+    folder, beside = root / run_path(info).parent, f"{info.run}{INCOMPLETE}"
+    with suppress(StoreError):
+        if info.status != COMPLETE and read(folder / f"{info.run}.json").info.status == COMPLETE:
+            info = replace(info, run=beside)
+    path = write(root, replace(result, info=info))
+    for ending in (".json", REMARKS, *TABLES) if info.run != beside else ():
+        (folder / f"{beside}{ending}").unlink(missing_ok=True)
     return path
-
-
-def completed_by(info: RunInfo) -> Path | None:
-    """The path of the complete run that this one could not replace; None where it is no such run."""
-    path = run_path(info)
-    return path.with_name(info.run.removesuffix(INCOMPLETE)) if info.run.endswith(INCOMPLETE) else None
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        return read(path).info.status == COMPLETE
-    except StoreError:
-        return False
 
 
 def write(root: Path, result: Result) -> Path:
     """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then.
 
     Remarks go: they were about the rows that went."""
-    info = result.info
+    info, texts, stated = result.info, {}, {}
     path = root / run_path(info).parent / f"{info.run}.json"
-    rows = {ending: getattr(result, name) for ending, (name, _) in TABLES.items()}
-    texts = {end: to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
-    stated = {ending: {"rows": len(rows[ending]), "sha256": _sha256(text)} for ending, text in texts.items()}
+    for ending, (name, kind) in TABLES.items():
+        if (rows := getattr(result, name)) or ending == ".csv":
+            texts[ending] = to_csv(kind, rows)
+            stated[ending] = {"rows": len(rows), "sha256": _sha256(texts[ending])}
     document = {"format": FORMAT, "tables": stated, **plain(info)}
-    files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
-    files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    texts[".json"] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(files)
+        write_atomic({path.with_suffix(ending): text for ending, text in texts.items()})
         for ending in (*TABLES.keys() - texts.keys(), REMARKS):
-            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run
+            path.with_suffix(ending).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         raise StoreError(f"the results of {info.experiment} cannot be written to {path.parent}: {error}") from error
     return path
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    _replace({path: data})
-
-
-def _replace(files: Mapping[Path, str | bytes]) -> None:
-    """Writes all of them beside their places before it touches the first."""
+def write_atomic(files: Mapping[Path, str | bytes]) -> None:
+    """A reader sees an old file or the new one, never half of it: all are written beside their places before the first
+    is touched."""
     made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, temporary in made.items():
@@ -293,33 +274,25 @@ def read(path: Path) -> Result:
     """Reads `<run>.json` and the tables beside it. Raises StoreError where one is damaged or of another version."""
     try:
         document = json.loads(_text(path))
-    except ValueError as error:
-        raise StoreError(f"{path} is cut short or damaged ({error}): {AGAIN}") from error
-    found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
-        raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
-    try:
-        stated = document.pop("tables")
-        del document["format"]
-        rows = {name: _read_table(path, end, stated[end]) for end, (name, _) in TABLES.items() if end in stated}
-        info: RunInfo = typed(RunInfo, document)
-        written = _table_path(path, REMARKS)
+        found = document.pop("format", None)
+        if found != FORMAT:
+            raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
+        rows: dict[str, Any] = {}
+        for ending, stated in document.pop("tables").items():
+            name, kind = TABLES[ending]
+            text = _text(path.with_suffix(ending))
+            if _sha256(text) != stated["sha256"]:
+                lines = max(text.count("\n") - 1, 0)
+                raise StoreError(f"{path.with_suffix(ending)} is not the one that {path.name} was written with: it has "
+                                 f"{lines} of {stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
+            rows[name] = from_csv(kind, text)
+        written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        return Result(info, remarks=remarks, **rows)
+        return Result(converter(RunInfo)(document), remarks=remarks, **rows)
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StoreError(f"{path} is not a result file ({error!r}): {AGAIN}") from error
-
-
-def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any, ...]:
-    table = _table_path(path, ending)
-    text = _text(table)
-    if _sha256(text) != stated["sha256"]:
-        lines = max(text.count("\n") - 1, 0)
-        raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
-                         f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
-    return from_csv(TABLES[ending][1], text)
+        raise StoreError(f"{path} is cut short, or is not a result file ({error!r}): {AGAIN}") from error
 
 
 def _text(path: Path) -> str:
@@ -329,17 +302,18 @@ def _text(path: Path) -> str:
         raise StoreError(f"{path} cannot be read ({error}): {AGAIN}") from error
 
 
-def _table_path(path: Path, ending: str) -> Path:
-    return path.with_name(path.name.removesuffix(".json") + ending)
-
-
-def read_all(root: Path) -> list[Result]:
-    """Every result under `root`: page by page, hardware by name, each one's default run first."""
-    return in_order([read(path) for path in root.glob(EVERY_RUN)])
-
-
-def in_order(results: Sequence[Result]) -> list[Result]:
-    return sorted(results, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
+def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[Result]:
+    """Every result under `root`: page by page, hardware by name, each one's default run first. What cannot be read goes
+    into `damaged`, by its path below `root`; without one, StoreError is raised."""
+    found = []
+    for path in sorted(root.glob(EVERY_RUN)):
+        try:
+            found.append(read(path))
+        except StoreError as error:
+            if damaged is None:
+                raise
+            damaged[path.relative_to(root)] = error
+    return sorted(found, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
 
 
 def _sha256(text: str) -> str:
@@ -358,27 +332,4 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float):
         return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
-    return value
-
-
-def typed(hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
-    if is_dataclass(hint):
-        cls = typing.cast(type, hint)
-        hints = field_types(cls)
-        unknown = sorted(set(value) - set(hints))
-        if unknown:
-            raise ValueError(f"unknown fields {unknown}")
-        return cls(**{name: typed(hints[name], item) for name, item in value.items()})
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
-    if hint is float and isinstance(value, str):
-        return float(value)
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        return tuple(typed(arguments[0], item) for item in value)
-    if typing.get_origin(hint) is dict:
-        return {key: typed(arguments[1], item) for key, item in value.items()}
-    if type(None) in arguments:
-        return None if value is None else typed(arguments[0], value)
     return value

@@ -1,13 +1,14 @@
-"""One measured number, and the table of them; and rows of any dataclass as CSV text, and back."""
+"""One measured number, and the table of them; rows of any dataclass as CSV text, and values as their types again."""
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
-import typing
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from mini_infer.core.config_checks import field_types
 
@@ -58,54 +59,66 @@ class Table:
 
 
 R = TypeVar("R")
-
 DIGITS = 6  # significant; a clock's noise starts long before
 JOIN = ";"  # between the names of a tuple
-
-
-def to_csv(cls: type, rows: Sequence[Any]) -> str:
-    columns = [f.name for f in fields(cls)]
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in columns])
-    return buffer.getvalue()
-
-
-def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
-    """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
-    the columns, or a cell, are not those of `cls`."""
-    hints = field_types(cls)
-    needed = {f.name for f in fields(typing.cast(Any, cls)) if f.default is MISSING}
-    reader = csv.reader(io.StringIO(text))
-    columns = next(reader, [])
-    if columns != [name for name in hints if name in columns] or not needed <= set(columns):
-        raise ValueError(f"the columns must be {','.join(hints)}")
-    parsers = [(name, _parser(hints[name])) for name in columns]
-    return tuple(cls(**{name: parse(cell) for (name, parse), cell in zip(parsers, row, strict=True)}) for row in reader)
+_OF_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
 
 
 def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
+def to_csv(cls: type, rows: Sequence[Any]) -> str:
+    columns = [f.name for f in fields(cls)]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerows([columns, *([_cell(getattr(row, column)) for column in columns] for row in rows)])
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.{DIGITS}g}"
     if isinstance(value, tuple):
         return JOIN.join(value)
-    return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else value
 
 
-def _parser(hint: Any) -> Callable[[str], Any]:
-    if hint is bool:
-        return lambda cell: {"true": True, "false": False}[cell]
-    if hint in (int, float, str):
-        return typing.cast("Callable[[str], Any]", hint)
-    if typing.get_origin(hint) is tuple:
-        return lambda cell: tuple(cell.split(JOIN)) if cell else ()
-    (inner,) = (_parser(a) for a in typing.get_args(hint) if a is not type(None))  # an optional
-    return lambda cell: inner(cell) if cell else None
+def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
+    """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
+    the columns, or a cell, are not those of `cls`."""
+    hints = field_types(cls)
+    needed = {f.name for f in fields(cast(Any, cls)) if f.default is MISSING}
+    columns, *rows = list(csv.reader(io.StringIO(text))) or [[]]
+    if columns != [name for name in hints if name in columns] or not needed <= set(columns):
+        raise ValueError(f"the columns must be {','.join(hints)}")
+    parse = [converter(hints[name]) for name in columns]
+    cells = ([of(cell) for of, cell in zip(parse, row, strict=True)] for row in rows)
+    return tuple(cls(**dict(zip(columns, row, strict=True))) for row in cells)
+
+
+@functools.cache
+def converter(hint: Any) -> Callable[[Any], Any]:
+    """Makes what JSON, YAML or a cell of a CSV holds a value of the type `hint`: dataclasses, enums, tuples and dicts,
+    optionals. It raises ValueError, KeyError or TypeError where it cannot."""
+    if is_dataclass(hint):
+        return functools.partial(_made, cast(type, hint))
+    if hint in _OF_TEXT:
+        return lambda value: _OF_TEXT[hint](value) if isinstance(value, str) else value
+    parts = [each for each in get_args(hint) if each not in (type(None), ...)]
+    of = converter(parts[-1]) if parts else None
+    if of and type(None) in get_args(hint):
+        absent = (None, "") if parts[0] in _OF_TEXT else (None,)  # an empty cell of numbers
+        return lambda value: None if value in absent else of(value)
+    if of and get_origin(hint) is tuple:
+        return lambda value: tuple(map(of, value.split(JOIN) if value and isinstance(value, str) else value))
+    if of and get_origin(hint) is dict:
+        return lambda value: {key: of(item) for key, item in value.items()}
+    return hint if isinstance(hint, type) and issubclass(hint, Enum) else lambda value: value
+
+
+def _made(cls: type, values: Mapping[str, Any]) -> Any:
+    hints = field_types(cls)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"unknown fields {unknown}")
+    return cls(**{name: converter(hints[name])(value) for name, value in values.items()})

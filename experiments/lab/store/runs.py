@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.lab import axes
-from experiments.lab.store import result as store
 from experiments.lab.store.provenance import git
-from experiments.lab.store.result import Result, RunInfo, StoreError, run_path
+from experiments.lab.store.result import TABLES, Result, RunInfo, StoreError, run_path
 
 LEVELS = ("experiment", "scale.via", "hardware")
 
@@ -20,7 +19,7 @@ def find(results: Path, name: str) -> Path:
     """The JSON of a run. `name` is a result file (.json, one of its .csv) or experiment[/scale.via[/hardware[/run]]]:
     `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
-    for ending in sorted((".json", *store.TABLES), key=len, reverse=True):
+    for ending in sorted((".json", *TABLES), key=len, reverse=True):
         if name.endswith(ending):
             if not path.is_file():
                 raise StoreError(f"{path} does not exist")
@@ -28,14 +27,20 @@ def find(results: Path, name: str) -> Path:
     parts = name.split("/", len(LEVELS))
     if not all(parts) or ".." in parts:
         raise StoreError(f"{name!r} is neither a result file nor experiment/scale.via/hardware/run")
-    folder = results
+    folder, run = results, parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
     for level, part in zip(LEVELS, [*parts, "", ""], strict=False):
-        folder /= _chosen(folder, level, part)
-    run = parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
-    if not (folder / f"{run}.json").is_file():
+        known = sorted(found.name for found in folder.glob("*") if found.is_dir())
+        fit = [part] if part in known else [name for name in known if name.startswith(f"{part}." if part else "")]
+        if len(fit) > 1:
+            raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
+        if not fit:
+            raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
+        folder /= fit[0]
+    path = folder / f"{run}.json"
+    if not path.is_file():
         stored = ", ".join(sorted(found.stem for found in folder.glob("*.json"))) or "none"
         raise StoreError(f"{folder} has no run {run}; it has: {stored}")
-    return folder / f"{run}.json"
+    return path
 
 
 def published(path: Path, revision: str, folder: Path) -> Path:
@@ -45,26 +50,13 @@ def published(path: Path, revision: str, folder: Path) -> Path:
     moves = git(path.parent, "log", "--follow", "--diff-filter=R", "--format=", "--name-status", f"{revision}..HEAD",
                 "--", path.name) or ""  # fmt: skip
     old = moves.splitlines()[-1].split("\t")[1] if moves.strip() else f"./{path.name}"
-    for ending in (".json", *store.TABLES):
+    for ending in (".json", *TABLES):
         text = git(path.parent, "show", f"{revision}:{old.removesuffix('.json')}{ending}")
         if text is not None:
             (folder / f"{path.stem}{ending}").write_text(text, encoding="utf-8", newline="")
         elif ending == ".json":
             raise StoreError(f"{path} was not published at {revision}, neither there nor where it was moved from")
     return folder / path.name
-
-
-def _chosen(folder: Path, level: str, part: str) -> str:
-    """The folder that is meant by `part`, or the only one there is."""
-    known = sorted(found.name for found in folder.glob("*") if found.is_dir())
-    if part in known:
-        return part
-    fit = [name for name in known if name.startswith(f"{part}.")] if part else known
-    if len(fit) == 1:
-        return fit[0]
-    if fit:
-        raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
-    raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,10 +94,8 @@ def table(results: Sequence[Result], root: Path = ROOT) -> str:
     """Runs whose code or question has changed since, those with most commits first; and how many are as they were."""
     found = [(commits_since(r.info, root), asked_differently(r.info, root), str(run_path(r.info))) for r in results]
     due = sorted((-(count or 0), name, other) for count, other, name in found if count or other)
-    lines = [
-        f"{-count:>5} commit{' ' if count == -1 else 's'}  {name}" + f", {ASKED_DIFFERENTLY}" * other
-        for count, name, other in due
-    ]
+    lines = [f"{-count:>5} commit{' ' if count == -1 else 's'}  {name}" + f", {ASKED_DIFFERENTLY}" * other
+             for count, name, other in due]  # fmt: skip
     lines += [f"    ?          {name}: no commit known, or no code named" for count, _, name in found if count is None]
     fresh = sum(count == 0 and not other for count, other, _ in found)
     return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name, "

@@ -8,14 +8,16 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from experiments.lab import sweep
+from experiments.lab.judge import stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
-from experiments.lab.show import verdicts
+from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
 
 NOT_SERIES = ("variant", "point", "preempted", "finished")  # columns of a step that are no numbers
@@ -70,11 +72,16 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
         with started(label, variant=variant) as run:
             own = {f"{metric} {at}".strip(): row["median"] for (v, at, metric), row in medians.items() if v == variant}
             run.summary.update(own)
-            for name, x, rows in (*_over_points(result, variant, medians), *_over_time(result, variant)):
+            curves = _over_points(result, variant, medians)
+            for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
+                steps = map(asdict, result.steps_of(variant, point))
+                rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
+                curves.append((f"steps {point}".strip(), "start_s", rows))
+            for name, x, rows in curves:
                 run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
                 for row in rows:
                     run.log({f"{name}/{column}": value for column, value in row.items()})
-    claims: list[Values] = [asdict(verdicts.of_claim(judged, info)) for judged in result.judgements]
+    claims: list[Values] = [wording.of_claim(judged, info)._asdict() for judged in result.judgements]
     with started("report") as run:
         tables = {"medians": list(medians.values()), "claims": claims, "values": [*map(asdict, result.rows)]}
         for name, rows in tables.items():
@@ -95,23 +102,24 @@ def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
     limit = settings.sync_timeout_s
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+        if done.returncode == 0:
+            return ", sent to W&B"
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("Error:")]
+        reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
     except subprocess.TimeoutExpired:
-        return f" could not be sent (no answer within {limit:g} s){later}"
+        reason = f"no answer within {limit:g} s"
     except OSError as error:
-        return f" could not be sent ({error}){later}"
-    if done.returncode == 0:
-        return ", sent to W&B"
-    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("Error:")]
-    reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
+        reason = str(error)
     return f" could not be sent ({reason}){later}"
 
 
 def _medians(result: Result) -> Medians:
     info, found = result.info, {}
-    for metric, point, variant in itertools.product(info.metrics, info.points, info.variants):
+    for metric, (variant, point) in itertools.product(info.metrics, info.cells):
         if e := result.estimate(variant, point, metric):
-            ratio = result.ratio(variant, point, metric)
+            baseline = result.values(str(info.baseline), point, metric)
+            ratio = stats.ratio(result.values(variant, point, metric), baseline)
             gated = any(gate.covers(variant, point) for gate in info.every_gate)
             found[variant, point, metric] = {
                 "metric": metric,
@@ -128,28 +136,18 @@ def _medians(result: Result) -> Medians:
 def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[str, str, list[Values]]]:
     """(name, x, rows) of the metrics over the numeric setting with most values; other settings split the curves."""
     points = result.info.points
-    numbers: dict[str, set[Any]] = {}
-    for key, value in (pair for settings in points.values() for pair in settings.items()):
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            numbers.setdefault(key, set()).add(value)
+    numbers = {pair for at in points.values() for pair in at.items() if wording.is_number(pair[1])}
+    values = Counter(key for key, _ in numbers)
     curves: dict[tuple[str, str], list[Values]] = {}
-    for point, settings in points.items():
-        x = max(settings, key=lambda key: len(numbers.get(key, ())), default="")
-        if len(numbers.get(x, ())) < 2:
+    for point, at in points.items():
+        x = max(at, key=values.__getitem__, default="")
+        if values[x] < 2:
             continue
-        others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
-        row = {x: settings[x]}
+        row = {x: at[x]}
         for metric in result.info.metrics:
             found = medians.get((variant, point, metric), {})
             ends = {f"{metric} {end}": found[end] for end in ("low", "high") if found.get(end) is not None}
             row |= {metric: found["median"], **ends} if found else {}
         if len(row) > 1:
-            curves.setdefault((f"points {others}".strip(), x), []).append(row)
+            curves.setdefault((f"points {wording.others(at, x)}".strip(), x), []).append(row)
     return [(name, x, sorted(rows, key=lambda row: row[x])) for (name, x), rows in curves.items()]
-
-
-def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Values]]]:
-    for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
-        steps = [asdict(step) for step in result.steps if (step.variant, step.point) == (variant, point)]
-        rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
-        yield f"steps {point}".strip(), "start_s", rows

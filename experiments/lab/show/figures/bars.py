@@ -16,11 +16,10 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
-from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
-from experiments.lab.show.figures.lines import Estimator, Intervals, intervals, of_metric, tip
+from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
+from experiments.lab.show.figures.lines import Estimator, Repeats, intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Turn
 
 MANY = 4  # bars in a group that can still be told apart,
 MANY_DOTS = 6  # and dots in the colours of their variants
@@ -37,9 +36,10 @@ class Groups:
 
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
-    series: dict[str, list[dict[Turn, float]]]  # label -> the repeats in each group (none: nothing valid)
+    series: list[str]
+    found: list[list[Repeats]]  # of each group and series (none: nothing valid)
+    tried: list[list[bool]]  # likewise, whether there are values that do not count
     colours: list[int]  # of the series, or of the groups, whichever are variants: their places among all of the result
-    tried: list[list[bool]]  # of each series and group, whether there are values that do not count
     by_point: bool  # the series are points, and the groups variants; else the other way round
     dots: bool  # instead of bars
     log: bool  # the axis
@@ -55,8 +55,7 @@ class Groups:
     @property
     def medians(self) -> list[list[float]]:
         """Of each group, of what was measured in it."""
-        return [[self.estimate(own[group]).median for own in self.series.values() if own[group]]
-                for group in range(len(self.names))]  # fmt: skip
+        return [[self.estimate(repeats).median for repeats in group if repeats] for group in self.found]
 
     @property
     def alike(self) -> str:
@@ -66,55 +65,53 @@ class Groups:
             return ""
         return f"all from {wording.number(min(every))} to {wording.number(max(every))}"
 
-    @property
-    def best(self) -> list[int]:
-        """The groups that there is room for, in their order."""
-        sign = -1 if self.higher else 1
-        order = sorted(range(len(self.names)), key=lambda group: sign * (self.medians[group] or [sign * inf])[0])
-        return sorted(order[:ROWS])
-
-    def only(self, kept: Sequence[int]) -> Groups:
-        def pick(given: Sequence[Any]) -> list[Any]:
-            return [given[group] for group in kept]
-
-        series = {label: pick(measured) for label, measured in self.series.items()}
-        colours = pick(self.colours) if self.by_point else self.colours
-        return replace(self, names=pick(self.names), series=series, tried=[*map(pick, self.tried)], colours=colours,
-                       out_of=len(self.names))  # fmt: skip
-
 
 def few(panels: Sequence[Groups | None]) -> list[Groups | None]:
-    """Of panels with the same groups, where these are too many, the best by the first of them."""
-    kept: dict[tuple[str, ...], list[int]] = {}
+    """Of panels with the same groups, where there is no room for all of these, the best by the first of them."""
+    best: dict[tuple[str, ...], list[int]] = {}
+    found: list[Groups | None] = []
     for groups in panels:
         if groups is not None and len(groups.names) > ROWS:
-            kept.setdefault(tuple(groups.names), groups.best)
-    return [groups and groups.only(kept[names]) if (names := tuple(groups.names if groups else ())) in kept else groups
-            for groups in panels]  # fmt: skip
+            sign = -1 if groups.higher else 1
+            first = [sign * median[0] if median else inf for median in groups.medians]
+            own = best.setdefault(tuple(groups.names), sorted(np.argsort(first, kind="stable")[:ROWS].tolist()))
+            kept: Any = {name: [getattr(groups, name)[n] for n in own] for name in ("names", "found", "tried")}
+            colours = [groups.colours[n] for n in own] if groups.by_point else groups.colours
+            groups = replace(groups, **kept, colours=colours, out_of=len(groups.names))
+        found.append(groups)
+    return found
 
 
 def of(panel: PanelSpec, result: Result) -> Groups:
     """Groups are points; of one point, or of more variants than there are colours to tell apart, these are."""
-    info, metric, values = result.info, panel.metric, result.table.values
-    at = [p for p in info.points if any(values(v, p, metric) for v in info.variants)]
+    info, metric = result.info, panel.metric
     known = {(row.variant, row.point) for row in result.rows if row.metric == metric}
+    values = {(v, p): result.values(v, p, metric) for v in info.variants for p in info.points}
+    at = [p for p in info.points if any(values[v, p] for v in info.variants)]
     by_point = len(at) == 1 or len(info.variants) > MANY_DOTS
     variants = [v for v in info.variants if by_point or any((v, p) in known for p in at)]
-    every = [stats.absolute(found).median for v in variants for p in at if (found := values(v, p, metric))]
+    every = [stats.absolute(own).median for v in variants for p in at if (own := values[v, p])]
     log = len(variants) > 1 and bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
-    estimate = of_metric(info.metrics.get(metric))
+    labels = [info.variants[v] for v in variants]
     if by_point:
-        names, label = [info.variants[v] for v in variants], ""
-        series = {wording.point(p): [values(v, p, metric) for v in variants] for p in at}
-        tried = [[(v, p) in known for v in variants] for p in at]
+        names, label, series = labels, "", [wording.point(p) for p in at]
+        cells = [[(v, p) for p in at] for v in variants]
     else:
-        names, label = lines.names_of(at, panel, result)
-        series = {info.variants[v]: [values(v, p, metric) for p in at] for v in variants}
-        tried = [[(v, p) in known for p in at] for v in variants]
-    colours = [list(info.variants).index(v) for v in variants]
-    higher = metric in info.metrics and info.metrics[metric].better is Better.higher
-    dots = log or (len(at) > 1 and len(variants) > MANY)
-    return Groups(names, label, series, colours, tried, by_point, dots, log, estimate, higher)
+        (names, label), series = lines.names_of(at, panel, result), labels
+        cells = [[(v, p) for v in variants] for p in at]
+    return Groups(
+        names,
+        label,
+        series,
+        found=[[values[cell] for cell in group] for group in cells],
+        tried=[[cell in known for cell in group] for group in cells],
+        colours=[list(info.variants).index(v) for v in variants],
+        by_point=by_point,
+        dots=log or (len(at) > 1 and len(variants) > MANY),
+        log=log,
+        estimate=of_metric(info.metrics.get(metric)),
+        higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
+    )
 
 
 def draw(ax: Axes, groups: Groups, named: bool) -> bool:
@@ -123,13 +120,14 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     if not groups.names or not count:
         return False
     room = (0.65 if groups.dots else 0.8) / count
-    most = SPARE * max((x for each in groups.series.values() for found in each for x in found.values()), default=0.0)
-    for index, (label, measured) in enumerate(groups.series.items()):
+    every = [x for group in groups.found for repeats in group for x in repeats.values()]
+    most = SPARE * max(every, default=0.0)  # that is seen of a bar
+    for index, label in enumerate(groups.series):
         aside = (index - (count - 1) / 2) * room
-        kept = [(group, repeats) for group, repeats in enumerate(measured) if repeats]
+        kept = [(group, own[index]) for group, own in enumerate(groups.found) if own[index]]
         drawn = intervals([repeats for _, repeats in kept], groups.estimate)
         legend = label if count > 1 else None
-        told = [tip(groups.names[group].replace("\n", " "), label if count > 1 else "", repeats, groups.estimate)
+        told = [tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
                 for group, repeats in kept]  # fmt: skip
         if groups.dots and kept:
             style = line_style(index if groups.by_point else groups.colours[index], 0) | {"linestyle": "none"}
@@ -139,52 +137,32 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=legend, **style)
             frame.says(points, told)
         for one, (group, repeats) in enumerate(kept):
+            middle, place = drawn.medians[one], group + aside
             if not groups.dots:
-                style = _bar_style(groups.colours[group if groups.by_point else index])
+                style = bar_style(groups.colours[group if groups.by_point else index])
                 errors = [[side[one]] for side in drawn.errors]
-                (bar,) = ax.barh(group + aside, drawn.medians[one], 0.9 * room, xerr=errors,
-                                 label=None if one else legend, **style)  # fmt: skip
+                (bar,) = ax.barh(place, middle, 0.9 * room, xerr=errors, label=None if one else legend, **style)
                 frame.says(bar, [told[one]])
-            ax.plot([*repeats.values()], [group + aside] * len(repeats), ".", color=INK, markersize=3, alpha=0.6,
-                    zorder=4)  # fmt: skip
+            ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
             if not groups.dots or count == 1:
-                _number(ax, drawn, one, [*repeats.values()], group + aside, most)
-    for group in range(len(groups.names)):
-        _missing(ax, groups, group, room)
-    frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names] if named else [""] * len(groups.names))
-    if named:
-        ax.set_ylabel(groups.label, fontsize=9)
-    else:
+                end = min(float(np.nanmax([*repeats.values(), middle + drawn.errors[1][one]])), most)
+                frame.beside(ax, wording.number(middle), (end, place), 4)
+    for group, (found, tried) in enumerate(zip(groups.found, groups.tried, strict=True)):
+        if not any(found):  # said once
+            frame.beside(ax, "INVALID" if any(tried) else "not measured", (0, group), 3, xycoords=EDGE)
+            continue
+        for index in (n for n in range(count) if tried[n] and not found[n]):
+            frame.beside(ax, "INVALID", (0, group + (index - (count - 1) / 2) * room), 3, xycoords=EDGE)
+    frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names])
+    ax.set_ylabel(groups.label if named else "", fontsize=9)
+    if not named:
         ax.set_yticks([])
     ax.margins(x=0.16)
-    if groups.log:
-        frame.log(ax.xaxis, ax, True)
-    else:
-        frame.from_zero(ax.xaxis, ax, True, 5)
+    frame.scale(ax.xaxis, groups.log)
     return True
 
 
-def _number(ax: Axes, drawn: Intervals, one: int, repeats: Sequence[float], place: float, most: float) -> None:
-    """The median behind what is seen of a bar, up to `most`."""
-    end = min(float(np.nanmax([*repeats, drawn.medians[one] + drawn.errors[1][one]])), most)
-    ax.annotate(wording.number(drawn.medians[one]), (end, place), (4, 0), textcoords="offset points", fontsize=8,
-                va="center")  # fmt: skip
-
-
-def _missing(ax: Axes, groups: Groups, group: int, room: float) -> None:
-    """Why there is no bar: of a group with none at all once."""
-    lacking = [(index, tried[group]) for index, (tried, measured) in
-               enumerate(zip(groups.tried, groups.series.values(), strict=True)) if not measured[group]]  # fmt: skip
-    if len(lacking) == len(groups.series):
-        told = [(0.0, "INVALID" if any(tried for _, tried in lacking) else "not measured")]
-    else:
-        told = [((index - (len(groups.series) - 1) / 2) * room, "INVALID") for index, tried in lacking if tried]
-    for aside, why in told:
-        ax.annotate(why, (0, group + aside), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-                    va="center", fontsize=8)  # fmt: skip
-
-
-def _bar_style(index: int) -> dict[str, Any]:
+def bar_style(index: int) -> dict[str, Any]:
     return {
         "color": COLOURS[index % len(COLOURS)],
         "hatch": HATCHES[index % len(HATCHES)],

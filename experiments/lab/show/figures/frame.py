@@ -7,8 +7,8 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,15 +17,14 @@ import matplotlib.style
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis, XAxis
+from matplotlib.axis import Axis, XAxis, YAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab.judge.metrics import Metric
@@ -42,21 +41,18 @@ ON_TOP: dict[str, Any] = {  # a text that may cross lines and bars
     "zorder": 6,
     "bbox": {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
 }
+EDGE: Any = ("axes fraction", "data")  # coordinates: from the left end of the axes to the right one, and rows
 DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
 ROOM = 1.05  # times the highest value an axis from 0 reaches
 SPARE = 2.0  # times what is measured it reaches at most, whatever its intervals
-EDGE = 1.25  # times what rules it, beyond which all else runs off
+MARGIN = 1.25  # times what rules it, beyond which all else runs off
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
 
-@contextmanager
-def default_style() -> Iterator[None]:
-    """Whatever a user's matplotlibrc says."""
-    with matplotlib.style.context("default"):
-        yield
+default_style = partial(matplotlib.style.context, "default")  # whatever a user's matplotlibrc says
 
 
 def new(width: float, height: float) -> Figure:
@@ -137,8 +133,7 @@ def _arrows(ax: Axes) -> None:
     """Where an interval leaves the axis."""
     limits = [sorted(ax.get_xlim()), sorted(ax.get_ylim())]
     bars = [bar for each in ax.containers if isinstance(each, ErrorbarContainer) for bar in each.lines[2]]
-    ends = [(bar.get_color(), *segment) for bar in bars for segment in bar.get_segments() if len(segment)]
-    for colour, start, end in ends:
+    for colour, (start, end) in [(bar.get_color(), ends) for bar in bars for ends in bar.get_segments() if len(ends)]:
         along = int(start[0] == end[0])  # 0: from left to right, 1: from below
         for place, edge, marker in zip((start, end), limits[along], ("<>", "v^")[along], strict=True):
             beyond = place[along] < edge if marker in "<v" else place[along] > edge
@@ -160,49 +155,33 @@ def axis_label(metric: Metric, width: int) -> str:
     return textwrap.fill(label, width)
 
 
-def log(axis: Axis, ax: Axes, is_x: bool) -> None:
-    (ax.set_xscale if is_x else ax.set_yscale)("log")
-    _hold(ax, is_x, log=True)
-    log_ticks(axis)
-
-
-def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
-    """A linear axis that starts at 0, on which what is highest has room for its marker."""
-    most = ax.dataLim.xmax if is_x else ax.dataLim.ymax
-    end = max(axis.get_view_interval()[1], ROOM * most)
-    (ax.set_xlim if is_x else ax.set_ylim)(0, end or 1)
-    _hold(ax, is_x, log=False)
-    linear(axis, ticks)
-
-
-def near_one(axis: Axis, ax: Axes, ticks: int) -> bool:
-    """A linear y axis for shares that are all above one half, which from 0 on look alike; False where some are not."""
-    low = ax.dataLim.ymin
-    if not 0.5 < low < 1:
-        return False
-    ax.set_ylim(1 - ROOM * (1 - low), 1 + (ROOM - 1) * (1 - low))
-    linear(axis, ticks)
-    return True
-
-
-def _hold(ax: Axes, is_x: bool, log: bool) -> None:
-    """What is measured rules an axis, and so do intervals with caps that are not very wide beside it. Others run off:
-    whole they would press everything else flat."""
+def scale(axis: XAxis | YAxis, log: bool = False, share: bool = False) -> None:
+    """Of an axis. A linear one starts at 0, and what is highest has room for its marker; that of shares which are all
+    above one half, and from 0 on look alike, ends at 1."""
+    ax, name = axis.axes, axis.axis_name
+    along, limit = "xy".index(name), getattr(ax, f"set_{name}lim")
+    low, most = (float(ends[along]) for ends in (ax.dataLim.min, ax.dataLim.max))
+    if log:
+        getattr(ax, f"set_{name}scale")("log")
+        log_ticks(axis)
+    elif share and 0.5 < low < 1:
+        limit(1 - ROOM * (1 - low), 1 + (ROOM - 1) * (1 - low))
+        return linear(axis, 8)
+    else:
+        limit(0, max(axis.get_view_interval()[1], ROOM * most) or 1)
+        linear(axis, 5 if name == "x" else 8)
+    # What is measured rules an axis, and so do intervals with caps that are not very wide beside it. Others run off:
+    # whole they would press everything else flat.
     caps = [cap for each in ax.containers if isinstance(each, ErrorbarContainer) for cap in each.lines[1]]
-    drawn = _places([line for line in ax.lines if line not in caps], is_x)
+    every = {line: np.asarray(line.get_data()[along], dtype=np.float64).tolist() for line in ax.lines}
+    ends = [place for places in every.values() for place in places if place > 0]
+    drawn = [place for line, places in every.items() for place in places if place > 0 and line not in caps]
     if drawn:
-        low, high = min(drawn) / SPARE, max(drawn) * SPARE
-        ends = [*drawn, *_places(caps, is_x)]
-        least, most = max(low, min(ends) / EDGE) if log else 0.0, min(high, max(ends) * EDGE)
-        start, end = ax.get_xlim() if is_x else ax.get_ylim()
+        least = max(min(drawn) / SPARE, min(ends) / MARGIN) if log else 0.0
+        most = min(max(drawn) * SPARE, max(ends) * MARGIN)
+        start, end = axis.get_view_interval()
         if start < least or end > most:
-            (ax.set_xlim if is_x else ax.set_ylim)(max(start, least), min(end, most))
-
-
-def _places(lines: Iterable[Line2D], is_x: bool) -> list[float]:
-    """Along an axis, of those above 0."""
-    found = [np.asarray(line.get_xdata() if is_x else line.get_ydata(), dtype=np.float64) for line in lines]
-    return [place for each in found for place in each.tolist() if place > 0]
+            limit(max(start, least), min(end, most))
 
 
 class _LogTicks(LogLocator):
@@ -221,7 +200,7 @@ class _LogTicks(LogLocator):
 def log_ticks(axis: Axis) -> None:
     """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
     axis.set_major_locator(_LogTicks())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_major_formatter(plain)
     axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
 
 
@@ -232,13 +211,24 @@ def ticks(axis: Axis, places: Sequence[float], names: Sequence[str] | None = Non
 
 def linear(axis: Axis, ticks: int) -> None:
     axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_major_formatter(plain)
 
 
 def name_rows(ax: Axes, names: Sequence[str]) -> None:
     """Rows from the top down, with their names on the left."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
+
+
+def once(ax: Axes, label: str) -> str | None:
+    """A label, unless the legend has it already."""
+    return None if label in ax.get_legend_handles_labels()[1] else label
+
+
+def beside(ax: Axes, text: str, place: tuple[float, float], away: float, **more: Any) -> None:
+    """A text `away` points to the right of a place, or to the left."""
+    looks: Any = {"va": "center", "fontsize": 8}
+    ax.annotate(text, place, (away, 0), textcoords="offset points", **looks | more)
 
 
 def nothing(ax: Axes, why: str) -> None:
@@ -259,7 +249,7 @@ def line_style(variant: int, kind: int) -> dict[str, Any]:
     }
 
 
-def plain(value: float) -> str:
+def plain(value: float, _: object = None) -> str:
     """`0.5  20  1,000  1,000,000`"""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
 

@@ -10,14 +10,11 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
-from experiments.lab.show.figures import bars, forest, formula, frame, fronts, lines, load, matrix, stacks, timeline
-from experiments.lab.show.figures.frame import INK
+from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store import result as store
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, slug
 
 
 @dataclass(frozen=True)
@@ -49,30 +46,29 @@ def of(result: Result) -> Gallery:
     """The baseline's second arm stands in the tables alone."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
-    plots = [Picture(plot.name, plot.title, partial(panels, plot, result)) for plot in result.info.plots
+    plots = [Picture(plot.name, plot.title, partial(panels, plot, result)) for plot in info.plots
              if any(_known(panel, result) for panel in plot.panels)]  # fmt: skip
     courses = list(_courses(result))
     profiles = [Picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
-    compared = {profile.variant for profile in info.profiles}
-    first = [*courses, *(profiles if len(compared) > 1 else []), *plots][:1]
+    compared = len({profile.variant for profile in info.profiles}) > 1
+    first = [*courses, *(profiles if compared else []), *plots][:1]
+    kept = [picture.name for picture in first]
+    others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each.name not in kept]
     if effects.shown(result, 1) and not at_most(result):
-        first.insert(0, Picture("effects", "How much better", partial(forest.draw, result)))
-    kept = {picture.name for picture in first}
-    others = (*plots, *courses, *profiles, *_under_load(result))
-    return Gallery(tuple(first), tuple(picture for picture in others if picture.name not in kept))
+        first.insert(0, Picture("effects", "How much better", partial(worth.forest, result)))
+    return Gallery(tuple(first), tuple(others))
 
 
 def _courses(result: Result) -> Iterator[Picture]:
-    for point in timeline.points(result):
+    for point in result.info.points:
         for index, variants in enumerate(timeline.pairs(result, point)):
             labels = " and ".join(result.info.variants[v] for v in variants)
             title = wording.titled(f"Step by step: {labels}", point)
-            name = _named("steps", point) + (f"-{index + 1}" if index else "")
+            name = f"steps-{slug(point)}".rstrip("-") + (f"-{index + 1}" if index else "")
             yield Picture(name, title, partial(timeline.draw, result, point, variants))
 
 
 def _under_load(result: Result) -> Iterator[Picture]:
-    """Latency, goodput, waiting and memory, of what was measured."""
     curve, rates = load.pareto_of(result), load.goodput_of(result)
     if curve is not None:
         yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
@@ -83,51 +79,41 @@ def _under_load(result: Result) -> Iterator[Picture]:
     if stacks.memory_of(result):
         yield Picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:
-        yield Picture("experts", matrix.EXPERTS, partial(matrix.experts, result))
-
-
-def _named(kind: str, point: str) -> str:
-    return f"{kind}-{store.slug(point)}" if point else kind
+        yield Picture("experts", worth.EXPERTS, partial(worth.experts, result))
 
 
 NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
 WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: timeline.gantt}  # which are the only panel of a figure
+ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
 
 
 def panels(plot: PlotSpec, result: Result) -> Figure:
     every = [(panel, _shown(panel, result)) for panel in plot.panels]
     if plot.panels[0].kind in WHOLE:
-        return _whole(*every[0])
-    # A run at fewer points has no place for some.
-    shown, own = zip(*([each for each in every if each[1].info.points] or every), strict=True)
-    columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
-    rows = -(-len(own) // columns)
+        figure = WHOLE[plot.panels[0].kind](*every[0])
+        if figure is None:
+            figure, ax = frame.one(PANEL_HEIGHT)
+            frame.nothing(ax, NO_VALUE)
+        return figure
+    every = [each for each in every if each[1].info.points] or every  # a run at fewer points has no place for some
+    columns = 2 if len(every) == 4 else min(len(every), PANELS_A_ROW)
+    rows = -(-len(every) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
-    flat = bars.few([bars.of(panel, each) if panel.kind is PanelKind.bars else None
-                     for panel, each in zip(shown, own, strict=True)])  # fmt: skip
-    height = max([1.6 if all(flat) else PANEL_HEIGHT, *(1.1 + each.height for each in flat if each)])
+    groups = bars.few([bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every])
+    height = max([1.6 if all(groups) else PANEL_HEIGHT, *(1.1 + each.height for each in groups if each)])
     figure = frame.new(width, rows * height + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for index, (ax, panel, each) in enumerate(zip(axes, shown, own, strict=False)):
-        frame.tidy(ax, "x" if flat[index] else "y")
-        before, here = flat[index - 1] if index % columns else None, flat[index]
+    for index, (ax, (panel, own)) in enumerate(zip(axes, every, strict=False)):
+        here, before = groups[index], groups[index - 1] if index % columns else None
+        frame.tidy(ax, "x" if here else "y")
         named = here is None or before is None or before.names != here.names
-        why = _panel(ax, panel, each, here, named)
-        if why:
+        if why := _panel(ax, panel, own, here, named):
             frame.nothing(ax, why)
-    for ax in axes[len(own) :]:
+    for ax in axes[len(every) :]:
         ax.set_visible(False)
     frame.legend(figure, axes)
-    return figure
-
-
-def _whole(panel: PanelSpec, result: Result) -> Figure:
-    figure = WHOLE[panel.kind](panel, result)
-    if figure is None:
-        figure, ax = frame.one(PANEL_HEIGHT)
-        frame.nothing(ax, NO_VALUE)
     return figure
 
 
@@ -140,47 +126,34 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
     if groups is not None and groups.out_of:
         words.append(f"the best {len(groups.names)} of {groups.out_of}")
-    words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
-    ax.set_title(", ".join(words), fontsize=8, color=INK)
-    if panel.kind is PanelKind.matrix:
-        return "" if matrix.draw(ax, panel.metric, result) else NO_VALUE
-    if panel.kind is PanelKind.formula:
-        return "" if formula.draw(ax, panel, result) else NO_VALUE
+    words.append(f"{metric.better.value} is better")
+    ax.set_title(", ".join(words), fontsize=8, color=frame.INK)
+    if panel.kind in ALONE:
+        return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
     if groups is not None:
         ax.set_xlabel(frame.axis_label(metric, 32), fontsize=9)
-        if groups.alike and not named:
-            return groups.alike
-        return "" if bars.draw(ax, groups, named) else NO_VALUE
-    if panel.kind is PanelKind.front:
-        return "" if fronts.draw(ax, panel, result) else NO_VALUE
+        return (not named and groups.alike) or ("" if bars.draw(ax, groups, named) else NO_VALUE)
     is_curve = panel.kind is PanelKind.curve
     places = {} if is_curve else lines.draw(ax, panel, result)
     if not places and not (is_curve and lines.curve(ax, panel, result)):
         return NO_VALUE
-    if panel.log_y and all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric):
-        frame.log(ax.yaxis, ax, False)
-    elif not (metric.share and frame.near_one(ax.yaxis, ax, 8)):
-        frame.from_zero(ax.yaxis, ax, False, 8)
+    positive = all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
+    frame.scale(ax.yaxis, panel.log_y and positive, metric.share)
     ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
     lines.bounds(ax, panel, result, places)
     return ""
 
 
 def _known(panel: PanelSpec, result: Result) -> bool:
-    """Whether its metrics are the run's."""
-    metrics = result.info.metrics
-    return panel.kind in WHOLE or (
-        panel.metric in metrics and (panel.kind is not PanelKind.curve or panel.x in metrics)
-    )
+    asked = {panel.metric, *([panel.x] if panel.kind is PanelKind.curve else [])}
+    return panel.kind in WHOLE or asked <= set(result.info.metrics)
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:
     """The result with the panel's own points alone, whose names leave out what they have in common."""
-    if not panel.where:
-        return result
     kept = {
         name: {key: value for key, value in settings.items() if key not in panel.where}
         for name, settings in result.info.points.items()
-        if all(settings.get(key) == value for key, value in panel.where.items())
+        if panel.where.items() <= settings.items()
     }
-    return replace(result, info=replace(result.info, points=kept))
+    return replace(result, info=replace(result.info, points=kept)) if panel.where else result

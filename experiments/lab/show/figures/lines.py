@@ -1,5 +1,5 @@
-"""Lines over a setting, curves of one metric over another; and what panels of points share: names on the x axis,
-medians with their 95 % intervals, and the bounds of claims."""
+"""Lines over a setting, curves of one metric over another, a formula beside what was measured, fronts of cost against
+latency; and what panels of points share: names on the x axis, medians with their 95 % intervals, bounds of claims."""
 
 from __future__ import annotations
 
@@ -7,99 +7,119 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
+from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
+from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
-from experiments.lab.spec import PanelSpec
+from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain, spread
+from experiments.lab.spec import OF_BOUND, SHAPE, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
 FAR = 3  # a bound this many times above everything measured would only press the data flat
+Repeats = Mapping[Turn, float]
+Estimator = Callable[[Repeats], Estimate]
+WILD = 1000.0  # times its median: no axis shows as much of an interval
+ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
+
+
+class Intervals(NamedTuple):
+    """Of one series: medians, and distances to their ends below and above; NaN, which is not drawn, for none."""
+
+    medians: list[float]
+    errors: tuple[list[float], list[float]]
+    caps: dict[str, Any]  # what their style has of them
+
+
+def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Intervals:
+    """Of each place's repeats. What is a ratio already is estimated by `stats.factors`."""
+    found = [(of(repeats), repeats.values()) for repeats in values]
+    thin = any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e, _ in found)
+    ends = [(e.median, *((min(own), max(own)) if thin else (e.low, e.high))) for e, own in found]
+    below = [math.nan if low is None else max(0.0, middle - low) for middle, low, _ in ends]
+    above = [math.nan if high is None else max(0.0, min(high - middle, WILD * abs(middle))) for middle, _, high in ends]
+    return Intervals([e.median for e, _ in found], (below, above), {"capsize": 0, "elinewidth": 0.8} if thin else {})
+
+
+def of_metric(metric: Metric | None) -> Estimator:
+    """Its repeats' estimate, which of a share stays between 0 and 1."""
+    return partial(stats.absolute, share=metric is not None and metric.share)
+
+
+def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
+    """What a point says to the pointer."""
+    return f"{', '.join(filter(None, (name, where)))}: {wording.interval(of(repeats))}, {len(repeats)} repeats"
 
 
 def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     """One line a variant; where points differ in more than x, one line a variant and combination of the others. Where
     each point stands on the x axis; empty where nothing is drawn."""
-    assert panel.x is not None
-    table, info, key = result.table, result.info, panel.x
-    variants = info.variants
-    at_x = {name: settings[key] for name, settings in info.points.items() if key in settings}
-    at_x = {name: x for name, x in at_x.items() if any(table.values(v, name, panel.metric) for v in variants)}
-    numeric = all(is_number(x) for x in at_x.values())
-    place_of = {x: float(x) if numeric else float(index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
+    info, key, values = result.info, str(panel.x), partial(result.values, metric=panel.metric)
+    at_x = {p: at[key] for p, at in info.points.items() if key in at and any(values(v, p) for v in info.variants)}
+    numeric = all(map(wording.is_number, at_x.values()))
+    place_of = {x: float(x if numeric else index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
-    rests = {name: "" if alone else wording.point(_rest(info.points[name], key)) for name in at_x}
+    rests = {p: "" if alone else wording.point(wording.others(info.points[p], key)) for p in at_x}
     estimate = of_metric(info.metrics[panel.metric])
-    for row, (variant, label) in enumerate(variants.items()):
+    for row, (variant, label) in enumerate(info.variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):
-            found = [(place_of[at_x[name]], values) for name in at_x
-                     if rests[name] == rest and (values := table.values(variant, name, panel.metric))]  # fmt: skip
+            found = [(place_of[x], own) for p, x in at_x.items() if rests[p] == rest and (own := values(variant, p))]
             if not found:
                 continue
-            found.sort(key=lambda item: item[0])
-            x, repeats = [place for place, _ in found], [values for _, values in found]
+            x, repeats = zip(*sorted(found, key=itemgetter(0)), strict=True)
             y = intervals(repeats, estimate)
-            text = ", ".join(part for part in (label if len(variants) > 1 else "", rest) if part)
-            style = line_style(row, kind)
-            line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style | y.caps)
-            frame.says(line, [tip(text, plain(place), values, estimate) for place, values in found])
+            text = ", ".join(filter(None, (label if len(info.variants) > 1 else "", rest)))
+            line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **line_style(row, kind) | y.caps)
+            frame.says(line, [tip(text, plain(place), own, estimate) for place, own in zip(x, repeats, strict=True)])
     if numeric:
         log = panel.log_x and min(place_of.values(), default=1) > 0
-        if log:
-            ax.set_xscale("log", base=10)
+        ax.set_xscale("log" if log else "linear")
         frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
     else:
         frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
     ax.set_xlabel(panel.x_label or wording.setting(key), fontsize=9)
-    return {name: place_of[x] for name, x in at_x.items()}
+    return {p: place_of[x] for p, x in at_x.items()}
 
 
 def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """One curve a variant through its points: one metric over another, such as latency over the rate reached. Passes
     of a search are no such points: what comes out there is what was offered."""
-    assert panel.x is not None
     result = _without_searches(result, panel.metric)
-    table, info = result.table, result.info
-    measured = {
-        variant: [
-            (point, xs, ys)
-            for point in info.points
-            if (xs := table.values(variant, point, panel.x)) and (ys := table.values(variant, point, panel.metric))
-        ]
-        for variant in info.variants
-    }
-    of_x, of_y = of_metric(info.metrics[panel.x]), of_metric(info.metrics[panel.metric])
-    named = False
+    info, metrics = result.info, (str(panel.x), panel.metric)
+    of_x, of_y = (of_metric(info.metrics[name]) for name in metrics)
+    named = drawn = False
     for row, (variant, label) in enumerate(info.variants.items()):
-        if not measured[variant]:
+        measured = [(p, *(result.values(variant, p, name) for name in metrics)) for p in info.points]
+        measured = [each for each in measured if all(each[1:])]
+        if not measured:
             continue
-        names, all_x, all_y = zip(*measured[variant], strict=True)
+        drawn = True
+        names, all_x, all_y = zip(*measured, strict=True)
         x, y = intervals(all_x, of_x), intervals(all_y, of_y)
-        style = line_style(row, 0)
-        line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style | y.caps)
+        style = line_style(row, 0) | y.caps
+        line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
-        if not named and _alike(result, names):
-            key = _only_key(result, names)
-            for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
-                name = point if key is None else _setting(result, point)
+        # Several points that all say something of one setting: a curve goes along it.
+        if not named and len(names) > 1 and set.intersection(*(set(info.points[point]) for point in names)):
+            key, short = _by_setting(result, names)
+            for name, at_x, at_y in zip(short or names, x.medians, y.medians, strict=True):
                 ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
-            if key is not None:
+            if short:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
             named = True
-    drawn = any(measured.values())
-    if panel.log_x and drawn:
-        frame.log(ax.xaxis, ax, True)
-    elif drawn:
-        frame.from_zero(ax.xaxis, ax, True, 5)
-    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[panel.x], 44), fontsize=9)
+    if drawn:
+        frame.scale(ax.xaxis, panel.log_x)
+    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44), fontsize=9)
     return drawn
 
 
@@ -109,7 +129,7 @@ def _without_searches(result: Result, metric: str) -> Result:
     others = {name: at for name, at in info.points.items() if not name.startswith(PASS)}
     if len(others) == len(info.points):
         return result
-    kept = {name: at for name, at in others.items() if any(result.table.values(v, name, metric) for v in info.variants)}
+    kept = {name: at for name, at in others.items() if any(result.values(v, name, metric) for v in info.variants)}
     own = {name: {k: v for k, v in at.items() if any(v != other.get(k) for other in kept.values())}
            for name, at in kept.items()}  # fmt: skip
     return replace(result, info=replace(info, points=own))
@@ -133,87 +153,134 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
         for claim in (claim for claim in claims if claim.point in places):
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
             ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
-        return
-    for claim in claims if len(claims) == 1 else ():  # of several, a curve does not tell which is whose
-        at = f" at {wording.point(claim.point)}" if claim.point else ""
-        text = f"claim: {'at least' if claim.bound.is_floor else 'at most'} {wording.number(claim.value)}{at}"
+    elif len(claims) == 1:  # of several, a curve does not tell which is whose
+        (claim,) = claims
+        least = "at least" if claim.bound.is_floor else "at most"
+        text = f"claim: {least} {wording.number(claim.value)}{wording.at(claim.point)}"
         ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 
 def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[list[str], str]:
     """Values alone, and what they are of, where points differ in one setting; else all but what the title has."""
-    key = _only_key(result, points)
-    if key is not None:
-        numbers = all(is_number(value) for point in points for value in result.info.points[point].values())
-        label = panel.x_label or (wording.setting(key) if numbers else "")
-        return [_setting(result, point) for point in points], label
+    key, short = _by_setting(result, points)
+    if short:
+        numbers = all(wording.is_number(value) for point in points for value in result.info.points[point].values())
+        return short, panel.x_label or (wording.setting(key) if numbers else "")
     told = {f"{name.rpartition('.')[2]}={value}" for name, value in panel.where.items()} | {panel.where.get("case")}
     shown = (" ".join(word for word in point.split(" ") if word not in told) for point in points)
     return [wording.point(name) for name in shown], panel.x_label
 
 
 def plain_setting(value: Any) -> str:
-    return f"{value:,}" if is_number(value) else str(value)
+    return f"{value:,}" if wording.is_number(value) else str(value)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _by_setting(result: Result, points: Sequence[str]) -> tuple[str, list[str]]:
+    """What all points differ in, where it is one thing, and its values, which are names enough; else nothing."""
+    settings = [result.info.points[point] for point in points]
+    keys = {tuple(at) for at in settings}
+    if len(keys) != 1 or len(settings[0]) != 1:
+        return "", []
+    return next(iter(settings[0])).rpartition(".")[2], [plain_setting(*at.values()) for at in settings]
 
 
-def _only_key(result: Result, points: Sequence[str]) -> str | None:
-    """What all points differ in, where it is one thing: then its values are names enough."""
-    keys = {tuple(result.info.points[point]) for point in points}
-    (only, *others) = keys or {()}
-    return only[0].rpartition(".")[2] if not others and len(only) == 1 else None
+FORMULA = "formula_tokens_per_s"
+COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
 
-def _alike(result: Result, points: Sequence[str]) -> bool:
-    """Whether there are several, which all say something of one setting: then a curve goes along it."""
-    return len(points) > 1 and bool(set.intersection(*(set(result.info.points[point]) for point in points)))
+def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """Speed-up over the baseline, measured, as points with intervals, and by Leviathan's formula, as lines through
+    them. It knows the measured costs of steps and the acceptance, and nothing of the times of passes with drafts:
+    over a setting, a series a variant, it is its tokens per second for the rows that each step had, over those measured
+    of the baseline; over a metric (acceptance), a series a point, through its variants, it is that of a full batch.
+    False where there is nothing to show."""
+    info, key, places = result.info, str(panel.x), list[float]()
+    metric, setting = info.metrics.get(key), sorted((at[key], name) for name, at in info.points.items() if key in at)
+    if metric:
+        series = [(wording.point(p) or "measured", [(v, p) for v in info.variants]) for p in info.points]
+    else:
+        series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
+    for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
+        x_of = {cell: median(own.values()) if metric else info.points[cell[1]][key] for cell in cells
+                if (own := result.values(*cell, key)) or not metric}  # fmt: skip
+        measured, told = (
+            [(x, ratios) for cell, x in x_of.items() if (ratios := _ratios(name, panel, result, *cell))]
+            for name in (panel.metric, FORMULA)
+        )
+        if not measured:
+            continue
+        x, speedups = zip(*measured, strict=True)
+        y = intervals(speedups, stats.factors)
+        style = line_style(row, 0) | y.caps | {"linestyle": "none"}
+        dots, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=label, **style)
+        frame.says(dots, [tip(label, plain(place), repeats, stats.factors) for place, repeats in measured])
+        line = [(place, median(ratios.values())) for place, ratios in told]
+        if metric:
+            line = _of_acceptance(min(x), max(x), cells, result)
+        ax.plot([place for place, _ in line], [ratio for _, ratio in line], color=style["color"], linewidth=1.1)
+        places += x
+    ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
+    ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    if panel.mark is not None:
+        ax.axvline(panel.mark, color=BOUND, linewidth=1, linestyle="--", label=panel.mark_label or plain(panel.mark))
+    if panel.log_x:
+        ax.set_xscale("log")
+        frame.ticks(ax.xaxis, spread(sorted(set(places)), np.log))
+    frame.scale(ax.yaxis)
+    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)), fontsize=9)
+    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
+    return bool(places)
 
 
-def _setting(result: Result, point: str) -> str:
-    (value,) = result.info.points[point].values()
-    return plain_setting(value)
+def _of_acceptance(low: float, high: float, cells: Sequence[tuple[str, str]], result: Result) -> list[Any]:
+    """The formula from a little below the lowest acceptance measured to a little above the highest, at median costs."""
+    costs = [[cost for cell in cells for cost in result.values(*cell, name).values() if cost] for name in COSTS]
+    if not all(costs):
+        return []
+    draft_cost, verify_cost, drafts = map(median, costs)
+    rates = np.linspace(max(0.0, low - 0.05), min(1.0, high + 0.05), 60).tolist()
+    return [(a, leviathan_speedup(a, round(drafts), draft_cost, verify_cost)) for a in rates]
 
 
-def _rest(settings: Mapping[str, Any], x: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
+def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
+    """Over the panel's metric of the baseline, repeat by repeat."""
+    if variant == result.info.baseline:
+        return {}
+    base = result.values(str(result.info.baseline), point, panel.metric)
+    return {turn: x / base[turn] for turn, x in result.values(variant, point, metric).items() if base.get(turn, 0) > 0}
 
 
-Repeats = Mapping[Turn, float]
-Estimator = Callable[[Repeats], Estimate]
-WILD = 1000.0  # times its median: no axis shows as much of an interval
-ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
+UNNAMED = (1, 0, "none", None)  # values of SHAPE that need not be named
 
 
-class Intervals(NamedTuple):
-    """Of one series: medians, and distances to their ends below and above; NaN, which is not drawn, for none."""
-
-    medians: list[float]
-    errors: tuple[list[float], list[float]]
-    caps: dict[str, Any]  # what their style has of them
-
-
-def of_metric(metric: Metric | None) -> Estimator:
-    """Its repeats' estimate, which of a share stays between 0 and 1."""
-    return partial(stats.absolute, share=metric is not None and metric.share)
-
-
-def intervals(values: Iterable[Repeats], of: Estimator = stats.absolute) -> Intervals:
-    """Of each place's repeats. What is a ratio already is estimated by `stats.factors`."""
-    every = list(values)
-    found = [of(repeats) for repeats in every]
-    if any(e.low is not None and (e.processes if e.processes > 1 else e.n) < ENOUGH for e in found):
-        below = [max(0.0, e.median - min(repeats.values())) for e, repeats in zip(found, every, strict=True)]
-        above = [max(0.0, max(repeats.values()) - e.median) for e, repeats in zip(found, every, strict=True)]
-        return Intervals([e.median for e in found], (below, above), {"capsize": 0, "elinewidth": 0.8})
-    below = [math.nan if e.low is None else e.median - e.low for e in found]
-    above = [math.nan if e.high is None else min(e.high - e.median, WILD * abs(e.median)) for e in found]
-    return Intervals([e.median for e in found], (below, above), {})
-
-
-def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
-    """What a point says to the pointer."""
-    estimate = wording.interval(of(repeats))
-    return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"
+def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """Cost against latency: every layout that a planner simulated, and as a line those that no other beats in both. A
+    colour a shape of layout; hollow, and not on the line, where steps are bounds, which no engine keeps."""
+    info, key = result.info, str(panel.x)
+    (variant,) = info.variants
+    every = {p: [result.values(variant, p, metric) for metric in (key, panel.metric)] for p in info.points}
+    found = {p: (next(iter(x.values())), next(iter(y.values()))) for p, (x, y) in every.items() if x and y}
+    best = stats.front([at for point, at in found.items() if OF_BOUND not in point], lambda at: at)
+    if best:
+        places = [*(a for a, _ in best), max(a for a, _ in found.values())]
+        ax.step(places, [*(b for _, b in best), best[-1][1]], where="post", color=INK, linewidth=1,
+                label="nothing is better in both")  # fmt: skip
+    shapes = {}
+    for point in reversed(found):  # the winner is the last, and has the first colour
+        values = {key.rpartition(".")[2]: info.points[point].get(key) for key in SHAPE}
+        named = " ".join(f"{key}={value}" for key, value in values.items() if value not in UNNAMED)
+        shapes[point] = wording.point(named) or "replicas"
+    order = list(dict.fromkeys(shapes.values()))
+    for point, shape in shapes.items():
+        (x, y), index, bound = found[point], order.index(shape), OF_BOUND in point
+        colour = COLOURS[index % len(COLOURS)]
+        (mark,) = ax.plot([x], [y], MARKERS[index % len(MARKERS)], color=colour, markersize=5.5,
+                          label=shape + (", a bound" if bound else ""), markerfacecolor="white" if bound else colour,
+                          alpha=1 if bound or (x, y) in best else 0.45)  # fmt: skip
+        frame.says(mark, [f"{wording.point(point)}: {plain(x)}, {wording.number(y)}"])
+    if found:
+        frame.scale(ax.xaxis, log=True)
+        frame.scale(ax.yaxis)
+        ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44), fontsize=9)
+        ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36), fontsize=9)
+    return bool(found)

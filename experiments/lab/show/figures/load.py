@@ -10,13 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge import knees
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
-from experiments.lab.show.figures.frame import INK, line_style
 from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
@@ -30,21 +28,16 @@ WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
 
 def pareto_of(result: Result) -> tuple[Result, str] | None:
     """The points that differ in how many requests are in flight, and a metric of latency; None for too few of them."""
-    for key in IN_FLIGHT:
-        for latency in LATENCIES:
-            if {latency, SPEED} <= set(result.info.metrics):
-                kept = _measured(result, key, latency, SPEED)
-                if len(kept) >= ENOUGH:
-                    return replace(result, info=replace(result.info, points=kept)), latency
-    return None
+    every = ((_over(key, result, latency, SPEED), latency) for key in IN_FLIGHT for latency in LATENCIES)
+    return next(((found, latency) for found, latency in every if found is not None), None)
 
 
 def pareto(result: Result, latency: str) -> Figure:
     """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
     figure, ax = frame.one(HEIGHT, WIDTH)
-    ax.set_title("up and left is better", fontsize=8, color=INK)
+    ax.set_title("up and left is better", fontsize=8, color=frame.INK)
     lines.curve(ax, PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True), result)
-    frame.log(ax.yaxis, ax, False)
+    frame.scale(ax.yaxis, log=True)
     ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
     frame.legend(figure, [ax])
     return figure
@@ -52,22 +45,19 @@ def pareto(result: Result, latency: str) -> Figure:
 
 def goodput_of(result: Result) -> tuple[Result, str] | None:
     """The points that differ in the rate at which requests arrive, and where the knee is; None for too few of them."""
-    kept = _measured(result, RATE, GOODPUT) if GOODPUT in result.info.metrics else {}
-    kept = dict(sorted(kept.items(), key=lambda item: item[1][RATE]))
-    return (
-        (replace(result, info=replace(result.info, points=kept)), _knee(kept, result)) if len(kept) >= ENOUGH else None
-    )
+    found = _over(RATE, result, GOODPUT)
+    return (found, _knee(found.info.points, result)) if found else None
 
 
 def goodput(result: Result, knee: str) -> Figure:
     """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
     figure, ax = frame.one(HEIGHT, WIDTH)
     most = max(settings[RATE] for settings in result.info.points.values())
-    ax.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=":", label="all that is offered")
+    ax.plot([0, most], [0, most], color=frame.INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(knee, fontsize=8, color=INK)
+    ax.set_title(knee, fontsize=8, color=frame.INK)
     ax.set_xlim(left=0)
-    frame.from_zero(ax.yaxis, ax, False, 8)
+    frame.scale(ax.yaxis)
     ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
     frame.legend(figure, [ax])
     return figure
@@ -89,16 +79,20 @@ def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
     return f"{share:.0%} in time up to: {'; '.join(told)}"
 
 
-def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
-    """The most points that differ in `key` alone, a number, and where some variant has valid values of all metrics. How
-    many requests there are belongs to it: more of them come at a higher rate, or with more in flight."""
+def _over(key: str, result: Result, *metrics: str) -> Result | None:
+    """With the most points that differ in `key` alone, a number, by which they are ordered where it is the rate, and
+    where some variant has valid values of all metrics; None for too few of them. How many requests there are belongs to
+    it: more of them come at a higher rate, or with more in flight."""
     info, alike = result.info, defaultdict[str, dict[str, dict[str, Any]]](dict)
     for name, settings in info.points.items():
-        values = ([result.table.values(v, name, metric) for metric in metrics] for v in info.variants)
-        if lines.is_number(settings.get(key)) and any(map(all, values)):
+        values = ([result.values(v, name, metric) for metric in metrics] for v in info.variants)
+        if set(metrics) <= set(info.metrics) and wording.is_number(settings.get(key)) and any(map(all, values)):
             others = {k: v for k, v in settings.items() if k not in (key, COUNT)}
             alike[repr(others)][name] = {key: settings[key]}
-    return max(alike.values(), key=len, default={})
+    kept = max(alike.values(), key=len, default={})
+    if key == RATE:
+        kept = dict(sorted(kept.items(), key=lambda item: item[1][RATE]))
+    return replace(result, info=replace(info, points=kept)) if len(kept) >= ENOUGH else None
 
 
 ALIKE = 1.05  # times the least of a variant's times: then a median says it all
@@ -106,7 +100,6 @@ SAMPLES = 10  # requests, or tokens, of a variant: of fewer a distribution is no
 TOLD = (90, 75, 50, 25, 10, 5, 2, 1, 0.5, 0.2, 0.1)  # percent above, of which the pointer is told
 TINY = 1e-6  # percent, of rounding
 MANY = 6  # lines that can still be told apart
-WAITS_HEIGHT = 4.1
 Weighted = tuple[list[float], list[float]]  # times in milliseconds, and how often each counts
 
 
@@ -136,24 +129,17 @@ def waits_of(result: Result) -> list[Waits]:
             times, weights = firsts.setdefault(request.variant, ([], []))
             times.append(1e3 * (request.first_token_s - request.arrival_s))
             weights.append(1.0)
-    told = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
-    gaps = told or {v: own for v in few if (own := _of_steps(result, v, point))[0]}
-    found = (
-        Waits("requests", point, "time to first token of a request (ms)", _enough(firsts)),
-        Waits("decoded tokens", point, "inter-token latency of a token (ms)", _enough(gaps)),
-    )
-    return [each for each in found if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
-
-
-def _of_steps(result: Result, variant: str, point: str) -> Weighted:
-    own = [s for s in result.steps if (s.variant, s.point) == (variant, point)] if result.counts(variant, point) else []
-    ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
-    found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
-    return [time for time, _ in found], [count for _, count in found]
-
-
-def _enough(found: dict[str, Weighted]) -> dict[str, Weighted]:
-    return {variant: both for variant, both in found.items() if sum(both[1]) >= SAMPLES}
+    gaps = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
+    for variant in few if not gaps else ():
+        own = result.steps_of(variant, point) if result.counts(variant, point) else []
+        ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
+        found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
+        gaps |= {variant: ([time for time, _ in found], [count for _, count in found])} if found else {}
+    both = (("requests", "time to first token of a request (ms)", firsts),
+            ("decoded tokens", "inter-token latency of a token (ms)", gaps))  # fmt: skip
+    enough = [Waits(what, point, label, {v: own for v, own in values.items() if sum(own[1]) >= SAMPLES})
+              for what, label, values in both]  # fmt: skip
+    return [each for each in enough if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
 
 
 def waits_title(found: Sequence[Waits], result: Result) -> str:
@@ -162,46 +148,41 @@ def waits_title(found: Sequence[Waits], result: Result) -> str:
     return f"{text} ({MANY} of {count} variants)" if count > MANY else text
 
 
-def waits(found: Sequence[Waits], result: Result) -> Figure:
-    figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, WAITS_HEIGHT)
-    axes = figure.subplots(1, len(found), squeeze=False)[0]
-    for ax, each in zip(axes, found, strict=True):
-        frame.tidy(ax)
-        _panel(ax, each, result)
-    frame.legend(figure, axes)
-    return figure
-
-
 def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
     """`times` in order, and the share of the weight, in percent, that lies above each; it starts with all of it."""
     order = np.argsort(times, kind="stable")
-    x = np.asarray(times, dtype=np.float64)[order]
-    weight = np.asarray(weights, dtype=np.float64)[order]
+    x, weight = np.asarray(times, dtype=np.float64)[order], np.asarray(weights, dtype=np.float64)[order]
     left = 100 * (1 - np.cumsum(weight) / weight.sum())
     left[-1] = 0.0
     return [x[0], *x.tolist()], [100.0, *left.tolist()]
 
 
-def _panel(ax: Axes, waits: Waits, result: Result) -> None:
-    drawn = [(row, v) for row, v in enumerate(result.info.variants) if v in waits.values]
-    smallest = 100.0
-    for row, variant in drawn:
-        x, share = above(*waits.values[variant])
-        style = line_style(row, 0)
-        label = result.info.variants[variant]
-        ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
-        least = min(s for s in share if s > 0)
-        told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
-                for s in TOLD if s + TINY >= least]  # fmt: skip
-        (dots,) = ax.plot([time for time, _ in told], [s for _, s in told], ".", color=style["color"], markersize=4)
-        frame.says(dots, [f"{label}: {s:g} % of {waits.what} above {wording.number(time)} ms" for time, s in told])
-        smallest = min(smallest, least)
-    every = [time for _, variant in drawn for time in waits.values[variant][0]]
-    if 0 < 30 * min(every) < max(every):
-        frame.log(ax.xaxis, ax, True)
-    ax.set_yscale("log")
-    ax.set_ylim(max(smallest / 1.5, 0.01), 130)
-    frame.log_ticks(ax.yaxis)
-    ax.set_title("lower is better", fontsize=8, color=INK)
-    ax.set_xlabel(waits.label, fontsize=9)
-    ax.set_ylabel(f"share of {waits.what} above (%)", fontsize=9)
+def waits(found: Sequence[Waits], result: Result) -> Figure:
+    figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, 4.1)
+    axes = figure.subplots(1, len(found), squeeze=False)[0]
+    for ax, each in zip(axes, found, strict=True):
+        frame.tidy(ax)
+        smallest = 100.0
+        for row, (variant, label) in enumerate(result.info.variants.items()):
+            if variant not in each.values:
+                continue
+            x, share = above(*each.values[variant])
+            look = {name: frame.line_style(row, 0)[name] for name in ("color", "linestyle")}
+            ax.step(x, share, where="post", label=label, **look)
+            least = min(s for s in share if s > 0)
+            told = [(next(time for time, left in zip(x, share, strict=True) if left <= s + TINY), s)
+                    for s in TOLD if s + TINY >= least]  # fmt: skip
+            (dots,) = ax.plot([time for time, _ in told], [s for _, s in told], ".", color=look["color"], markersize=4)
+            frame.says(dots, [f"{label}: {s:g} % of {each.what} above {wording.number(time)} ms" for time, s in told])
+            smallest = min(smallest, least)
+        every = [time for times, _ in each.values.values() for time in times]
+        if 0 < 30 * min(every) < max(every):
+            frame.scale(ax.xaxis, log=True)
+        ax.set_yscale("log")
+        ax.set_ylim(max(smallest / 1.5, 0.01), 130)
+        frame.log_ticks(ax.yaxis)
+        ax.set_title("lower is better", fontsize=8, color=frame.INK)
+        ax.set_xlabel(each.label, fontsize=9)
+        ax.set_ylabel(f"share of {each.what} above (%)", fontsize=9)
+    frame.legend(figure, axes)
+    return figure

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -33,14 +34,9 @@ def draw(
     most: float = 0.0,
     ticks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind.
-
-    Args:
-        axis: what stands below it.
-        looks: of each piece by its name, in the order of the legend.
-        most: what a sum can be, if that is to stand beside it.
-        ticks: what each row took without the profiler.
-    """
+    """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind; below them
+    `axis`, beside a sum what it can be at most, and a tick at what each row took without the profiler. `looks` are of
+    the pieces, by their names."""
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
     figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3), grid="x")
@@ -48,18 +44,16 @@ def draw(
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
         for name, size in ((name, size) for name, size in pieces.items() if size > 0):
-            seen = name in ax.get_legend_handles_labels()[1]
-            (bar,) = ax.barh(row, size, 0.68, left=left, linewidth=0.6, label=None if seen else name,
-                             **{"edgecolor": "white", **looks[name]})  # fmt: skip
+            look = {"edgecolor": "white", "linewidth": 0.6, **looks[name]}
+            (bar,) = ax.barh(row, size, 0.68, left=left, label=frame.once(ax, name), **look)
             frame.says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
             if size > NARROW * longest:
-                ax.annotate(wording.number(size), (left + size / 2, row), ha="center", va="center", fontsize=7.5,
-                            **ON_TOP)  # fmt: skip
+                frame.beside(ax, wording.number(size), (left + size / 2, row), 0, ha="center", fontsize=7.5, **ON_TOP)
             left += size
         text = wording.number(left) + (f" of {wording.number(most)}" if most else "")
-        ax.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        frame.beside(ax, text, (left, row), 4)
     if ticks:
-        look: dict[str, Any] = {"color": INK, "markeredgewidth": 2, "linestyle": "none", "zorder": 7}
+        look = {"color": INK, "markeredgewidth": 2, "linestyle": "none", "zorder": 7}
         (marks,) = ax.plot([ticks[who] for who in rows], range(len(rows)), "|", markersize=26, **look)
         ax.plot([], [], "|", markersize=10, label=PLAIN, **look)
         frame.says(marks, [f"{who}: {wording.number(ticks[who])} {unit}, {PLAIN}" for who in rows])
@@ -74,14 +68,12 @@ def draw(
 def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
     """Metrics as the pieces of a bar for each variant and point; None where no variant has all of them anywhere."""
     info = result.info
-    known = [part for part in panel.parts if part in info.metrics]
     rows: Rows = {}
-    for point in info.points:
-        for variant, label in info.variants.items():
-            found = {part: list(result.table.values(variant, point, part).values()) for part in known}
-            if found and all(found.values()):
-                pieces = {info.metrics[part].label: max(0.0, stats.median(values)) for part, values in found.items()}
-                rows[f"{label}, {wording.point(point)}"] = pieces
+    for variant, point in info.cells:
+        found = {p: list(result.values(variant, point, p).values()) for p in panel.parts if p in info.metrics}
+        if found and all(found.values()):
+            pieces = {info.metrics[part].label: max(0.0, stats.median(values)) for part, values in found.items()}
+            rows[f"{info.variants[variant]}, {wording.point(point)}"] = pieces
     metric = info.metrics[panel.metric]
     return draw(rows, metric.unit, frame.axis_label(metric, 60)) if rows else None
 
@@ -91,7 +83,11 @@ def memory_of(result: Result) -> Rows:
     found: Rows = {}
     for variant, label in result.info.variants.items():
         said = result.info.peers.get(variant, ({},))[-1]
-        sizes = {part: sum(_gib(str(said[key])) for key in said if key.startswith(part)) for part in MEMORY}
+        sizes = dict.fromkeys(MEMORY, 0.0)
+        for key in said:
+            for part in filter(key.startswith, MEMORY):
+                told = ((float(n.replace(",", "")), unit) for n, unit in _SIZE.findall(str(said[key])))
+                sizes[part] += sum(size / (1 if unit == "GiB" else 1024) for size, unit in told)
         if sizes["weights"] and sizes["KV"]:
             found[label] = {part: size for part, size in sizes.items() if size}
     return found
@@ -103,17 +99,12 @@ def memory(result: Result) -> Figure:
     return draw(memory_of(result), "GiB", "GiB, of those that the device has", most=whole)
 
 
-def _gib(told: str) -> float:
-    found = _SIZE.findall(told)
-    return sum(float(number.replace(",", "")) / (1 if unit == "GiB" else 1024) for number, unit in found)
-
-
 ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
 LOOKS: dict[str, dict[str, str]] = {
-    **{role: {"color": colour, "hatch": frame.HATCHES[i % len(frame.HATCHES)]}
-       for i, (role, colour) in enumerate(zip(ROLES, (*frame.COLOURS, "#332288", "#882255", "#DDCC77"), strict=False))},
-    "other": {"color": frame.INK, "hatch": "**"},
+    **{role: {"color": colour, "hatch": hatch} for role, colour, hatch in
+       zip(ROLES, (*COLOURS, "#332288", "#882255", "#DDCC77"), cycle(HATCHES))},
+    "other": {"color": INK, "hatch": "**"},
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
@@ -122,95 +113,63 @@ TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
 
-def points(result: Result) -> list[str]:
-    profiled = {profile.point for profile in result.info.profiles}
-    return [point for point in result.info.points if point in profiled]
-
-
 def describe(result: Result) -> str:
     steps = " or ".join(str(n) for n in sorted({profile.steps for profile in result.info.profiles}))
-    return (
+    text = (
         f"Where a decode step's time goes on the GPU: the mean over {steps} steps of each engine under torch.profiler, "
         "in a pass of their own after everything else had been timed. *step* is a step's time on the host's clock "
         "without the profiler; *profiled* is from step to step with it, which costs the host and each launch some "
         "time: where it is more than *step*, a tick in the picture, that is why, and so much of the idle time is the "
         "profiler's. In *kernels* some kernel ran; *idle between steps* is when none did from the end of one step to "
-        "the start of the next; the rest is between a step's own kernels. A "
-        f"kernel's role is guessed from its name.{_doubled(result)}"
+        "the start of the next; the rest is between a step's own kernels. A kernel's role is guessed from its name."
     )
-
-
-def _doubled(result: Result) -> str:
-    """What is to be said of steps whose kernels' times add up to more than the time in which any ran."""
-    own = [
-        f"{result.info.variants[profile.variant]} {profile.point}".strip()
-        for profile in result.info.profiles
-        if sum(_roles(profile, result.kernels).values()) > OVERLAP * profile.busy_us
-    ]
-    if not own:
-        return ""
-    return (
-        f" **Of {' and '.join(own)} the kernels' times are too long by what they overlap**: a kernel launched as a "
-        "programmatic dependent waits in place for the one before it, and its waiting was counted. *kernels* and "
-        "*step* are right; the share of each kernel is not."
-    )
+    own = [f"{result.info.variants[p.variant]} {p.point}".strip() for p in result.info.profiles
+           if sum(by_role(_kernels(p, result)).values()) > OVERLAP * p.busy_us]  # fmt: skip
+    if own:
+        text += (
+            f" **Of {' and '.join(own)} the kernels' times are too long by what they overlap**: a kernel launched as a "
+            "programmatic dependent waits in place for the one before it, and its waiting was counted. *kernels* and "
+            "*step* are right; the share of each kernel is not."
+        )
+    return text
 
 
 def tables(point: str, result: Result) -> list[Grid]:
-    """One line a variant, and for each its kernels, the longest first."""
-    info = result.info
-    own = [profile for profile in info.profiles if profile.point == point]
-    summary = Grid(
-        f"Decode steps {point}".strip(),
-        ("variant", "rows", "step, µs", "profiled, µs", "kernels, µs", "idle between steps, µs", "share"),
-        tuple(
-            (
-                info.variants[p.variant],
-                str(p.rows),
-                *(wording.number(us) for us in (p.plain_us, p.profiled_us, p.busy_us, p.idle_us)),
-                f"{100 * p.idle_share:.2f} %",
-            )
-            for p in own
-        ),
-    )
-    return [summary, *(_kernels(profile, result) for profile in own)]
-
-
-def _kernels(profile: StepProfile, result: Result) -> Grid:
-    rows = [row for row in result.kernels if (row.variant, row.point) == (profile.variant, profile.point)]
-    rows.sort(key=lambda row: -row.us)
-    total = sum(row.us for row in rows)
-    shown = rows if len(rows) <= ROWS + 1 else rows[:ROWS]
-    lines = [_line(row.kernel, role_of(row), row.calls, row.us, total) for row in shown]
-    rest = rows[len(shown) :]
-    if rest:
-        lines.append(_line(f"{len(rest)} others", "", sum(r.calls for r in rest), sum(r.us for r in rest), total))
-    lines.append(_line("all", "", sum(row.calls for row in rows), total, total))
-    title = f"Kernels of a step: {result.info.variants[profile.variant]} {profile.point}".strip()
-    return Grid(title, ("kernel", "role", "calls", "µs", "share"), tuple(lines))
-
-
-def _line(kernel: str, role: str, calls: float, us: float, total: float) -> tuple[str, ...]:
-    share = f"{100 * us / total:.1f} %" if total else "-"
-    return kernel, role, wording.number(round(calls, 2)), wording.number(us), share
+    """One line a variant, and for each its kernels, the longest first; none of a point that was not profiled."""
+    labels, own = result.info.variants, [profile for profile in result.info.profiles if profile.point == point]
+    rows = []
+    for p in own:
+        times = map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us))
+        rows.append((labels[p.variant], str(p.rows), *times, f"{100 * p.idle_share:.2f} %"))
+    header = ("variant", "rows", "step, µs", "profiled, µs", "kernels, µs", "idle between steps, µs", "share")
+    grids = [Grid(f"Decode steps {point}".strip(), header, tuple(rows))] if rows else []
+    for profile in own:
+        kernels = sorted(_kernels(profile, result), key=lambda row: -row.us)
+        shown = kernels if len(kernels) <= ROWS + 1 else kernels[:ROWS]
+        rest = kernels[len(shown) :]
+        parts = [(row.kernel, role_of(row), [row]) for row in shown]
+        parts += [(f"{len(rest)} others", "", rest)] if rest else []
+        lines, total = [], sum(row.us for row in kernels)
+        for name, role, each in (*parts, ("all", "", kernels)):
+            calls, us = round(sum(row.calls for row in each), 2), sum(row.us for row in each)
+            share = f"{100 * us / total:.1f} %" if total else wording.NOTHING
+            lines.append((name, role, wording.number(calls), wording.number(us), share))
+        title = f"Kernels of a step: {labels[profile.variant]} {point}".strip()
+        grids.append(Grid(title, ("kernel", "role", "calls", "µs", "share"), tuple(lines)))
+    return grids
 
 
 def steps(result: Result) -> Figure:
-    """A bar for each engine that was profiled, point by point, a peer's below ours."""
-    info = result.info
-    ordered = sorted(info.profiles, key=lambda profile: list(info.points).index(profile.point))
-    names = {wording.titled(info.variants[p.variant], p.point): p for p in ordered}
-    pieces = {name: _pieces(p, result.kernels) for name, p in names.items()}
-    plain = {name: p.plain_us for name, p in names.items()}
+    """A bar for each engine that was profiled, point by point, a peer's below ours: microseconds by role, and what is
+    left of the step."""
+    info, pieces, plain = result.info, {}, {}
+    for p in sorted(info.profiles, key=lambda profile: list(info.points).index(profile.point)):
+        name = wording.titled(info.variants[p.variant], p.point)
+        within = max(p.profiled_us - p.busy_us - p.idle_us, 0.0)
+        pieces[name] = by_role(_kernels(p, result)) | {WITHIN: within, BETWEEN: p.idle_us}
+        plain[name] = p.plain_us
     return draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS, ticks=plain)
 
 
-def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
-    return by_role(row for row in kernels if (row.variant, row.point) == (profile.variant, profile.point))
-
-
-def _pieces(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
-    """Microseconds by role, and what is left of the step."""
-    found = _roles(profile, kernels)
-    within = profile.profiled_us - profile.busy_us - profile.idle_us
-    return found | {WITHIN: max(within, 0.0), BETWEEN: profile.idle_us}
+def _kernels(profile: StepProfile, result: Result) -> list[KernelRow]:
+    return [row for row in result.kernels if (row.variant, row.point) == (profile.variant, profile.point)]

@@ -5,21 +5,19 @@ alone, as lines in the colours of what they went through."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show import effects
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import INK, plain
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
@@ -28,7 +26,7 @@ BINS = 400
 FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
 SEEN = 4.0  # percent of the blocks: less would not be seen
 HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
-COLOURS = {
+COLOURS = {  # in the order in which a request goes through them
     "queued": "#BDBDBD",
     "prefill": "#E69F00",
     "transfer after it": "#D55E00",
@@ -53,19 +51,11 @@ class Shape:
     largest: np.ndarray  # equals `mean` where nothing was put together
 
 
-def points(result: Result) -> list[str]:
-    """The points whose steps the run stored, in the report's order."""
-    stored = {step.point for step in result.steps}
-    return [point for point in result.info.points if point in stored]
-
-
 def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
     """Which variants stand on a figure together: first those that the first claim compares, then the others."""
-    stored = [v for v in result.info.variants if any((s.variant, s.point) == (v, point) for s in result.steps)]
-    claimed = effects.of_claims(result)
-    cells = [claimed[0].reference, claimed[0].cell] if claimed else []
-    first = [cell[0] for cell in cells if cell is not None and cell[0] in stored]
-    ordered = list(dict.fromkeys([*first, *stored]))
+    stored = [v for v in result.info.variants if result.steps_of(v, point)]
+    cells = [cell for effect in effects.of_claims(result)[:1] for cell in (effect.reference, effect.cell) if cell]
+    ordered = list(dict.fromkeys([*(cell[0] for cell in cells if cell[0] in stored), *stored]))
     return [tuple(ordered[i : i + 2]) for i in range(0, len(ordered), 2)]
 
 
@@ -77,7 +67,7 @@ def describe(result: Result) -> str:
         "computed, blue while it decodes), and what the KV blocks hold (in % of the variant's own). A triangle marks a "
         "step that preempted somebody."
     )
-    most = max(len(list(steps)) for _, steps in groupby(result.steps, key=lambda s: (s.variant, s.point)))
+    most = max(Counter((step.variant, step.point) for step in result.steps).values())
     if most > MAX_STEPS:
         text += (
             f" There are up to {most:,} steps, so the time is cut into {BINS} bins: tokens are a bin's mean over time "
@@ -88,8 +78,9 @@ def describe(result: Result) -> str:
 
 def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     """One column a variant, on the same scales."""
-    own = {v: [s for s in result.steps if (s.variant, s.point) == (v, point)] for v in variants}
-    end = max(s.start_s + s.duration_s for steps in own.values() for s in steps)
+    own = {v: result.steps_of(v, point) for v in variants}
+    every = [step for steps in own.values() for step in steps]
+    end = max(s.start_s + s.duration_s for s in every)
     binned = max(map(len, own.values())) > MAX_STEPS
     figure = frame.new(frame.WIDTH, sum(HEIGHTS) + 1.5)
     axes = figure.subplots(len(HEIGHTS), len(variants), sharex=True, sharey="row", height_ratios=HEIGHTS,
@@ -101,7 +92,7 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         _blocks(axes[3, column], course, steps)
         axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
         axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
-    _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], end)
+    _scales(list(axes[:, 0]), every, end)
     frame.legend(figure, axes.flatten())
     return figure
 
@@ -109,27 +100,19 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
 def shape(
     steps: Sequence[StepRow], value: Callable[[StepRow], float], end: float, *, lasts: bool = False, binned: bool
 ) -> Shape:
-    """One quantity of the steps from 0 to `end` seconds.
-
-    Args:
-        lasts: the value is a state, which holds from the end of its step to the end of the next one; else it belongs
-            to the time of the step itself, and there is nothing between steps.
-    """
+    """One quantity of the steps from 0 to `end` seconds. What `lasts` is a state, which holds from the end of its step
+    to the end of the next one; else it belongs to the time of the step itself, and there is nothing between steps."""
     starts = np.array([s.start_s for s in steps])
     ends = starts + np.array([s.duration_s for s in steps])
     values = np.array([value(s) for s in steps], dtype=np.float64)
     if lasts:
         starts, ends = ends, np.append(ends[1:], ends[-1])
-    if not binned and lasts:
-        edges, heights = np.concatenate([[0.0], starts, ends[-1:]]), np.append(0.0, values)
-        return Shape(edges, heights, heights)
     if not binned:  # before each step stands the time since the last one, at height 0
-        edges = np.concatenate([[0.0], np.stack([starts, ends], axis=1).ravel()])
-        heights = np.stack([np.zeros_like(values), values], axis=1).ravel()
-        return Shape(edges, heights, heights)
-    edges = np.linspace(0.0, end, BINS + 1)
-    width = end / BINS
-    area, largest = np.zeros(BINS), np.zeros(BINS)
+        edges = [*starts, ends[-1]] if lasts else np.stack([starts, ends], axis=1).ravel()
+        heights = np.append(0.0, values) if lasts else np.stack([np.zeros_like(values), values], axis=1).ravel()
+        return Shape(np.append(0.0, edges), heights, heights)
+    edges, width = np.linspace(0.0, end, BINS + 1), end / BINS
+    area, largest = np.zeros((2, BINS))
     for start, stop, height in zip(starts, ends, values, strict=True):
         first, last = (min(int(t / width), BINS - 1) for t in (start, max(start, np.nextafter(stop, start))))
         covered = np.minimum(edges[first + 1 : last + 2], stop) - np.maximum(edges[first : last + 1], start)
@@ -144,7 +127,7 @@ def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: b
     tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
     tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
     if binned:
-        tokens.stairs(both.largest, both.edges, color=INK, linewidth=0.6, label="largest step of a bin")
+        tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
     times = course(lambda s: 1e3 * s.duration_s)
     duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
 
@@ -153,17 +136,19 @@ def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) ->
     """From below: what tokens fill, what is reserved for a request and empty, and what the prefix cache keeps."""
     percent = 100 / steps[-1].kv_total_blocks  # of this variant; another one may have more
     full = lambda s: s.kv_used_slots / s.kv_reserved_slots if s.kv_reserved_slots else 1.0  # noqa: E731
-    used = course(lambda s: percent * full(s) * s.kv_used_blocks, lasts=True)
-    reserved = course(lambda s: percent * s.kv_used_blocks, lasts=True)
-    held = course(lambda s: percent * (s.kv_used_blocks + s.kv_cached_blocks), lasts=True)
-    dotted: dict[str, Any] = {"fill": True, "edgecolor": "white", "linewidth": 0}
+    state = lambda value: course(lambda s: percent * value(s), lasts=True)  # noqa: E731
+    used = state(lambda s: full(s) * s.kv_used_blocks)
+    reserved = state(lambda s: s.kv_used_blocks)
+    held = state(lambda s: s.kv_used_blocks + s.kv_cached_blocks)
     ax.stairs(used.largest, used.edges, fill=True, color=USED, label="KV in use")
-    if (reserved.largest - used.largest).max() > SEEN:
-        ax.stairs(reserved.largest, used.edges, baseline=used.largest, facecolor=UNUSED, hatch="////",
-                  label="KV reserved, empty", **dotted)  # fmt: skip
-    if any(s.kv_cached_blocks for s in steps):
-        ax.stairs(held.largest, held.edges, baseline=reserved.largest, facecolor=CACHED, hatch="....",
-                  label="KV cached", **dotted)  # fmt: skip
+    pieces = (
+        ("KV reserved, empty", used, reserved, UNUSED, "////", (reserved.largest - used.largest).max() > SEEN),
+        ("KV cached", reserved, held, CACHED, "....", any(s.kv_cached_blocks for s in steps)),
+    )
+    for label, below, above, colour, hatch, seen in pieces:
+        if seen:
+            ax.stairs(above.largest, used.edges, baseline=below.largest, fill=True, facecolor=colour, hatch=hatch,
+                      edgecolor="white", linewidth=0, label=label)  # fmt: skip
     lost = [s.start_s for s in steps if s.preempted]
     if lost:
         ax.plot(lost, [112] * len(lost), "v", color=LOST, markersize=5, clip_on=False, label="preemption")
@@ -182,7 +167,7 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+        ax.yaxis.set_major_formatter(frame.plain)
         if faint and ax is axes[0]:
             for each in every:
                 each.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
@@ -196,14 +181,11 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
 
 def _title(steps: Sequence[StepRow], result: Result) -> str:
     """Of one variant. Its pass may be one that does not count."""
-    first, last = steps[0], steps[-1]
-    lost = sum(len(step.preempted) for step in steps)
-    parts = [
-        f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s",
-        *([f"{lost:,} preemptions"] if lost else [f"{last.kv_total_blocks:,} KV blocks"]),
-    ]
-    invalid = "" if result.counts(first.variant, first.point) else " (this pass is INVALID)"
-    return f"{result.info.variants[first.variant]}: {', '.join(parts)}{invalid}"
+    last, lost = steps[-1], sum(len(step.preempted) for step in steps)
+    what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
+    took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
+    invalid = "" if result.counts(last.variant, last.point) else " (this pass is INVALID)"
+    return f"{result.info.variants[last.variant]}: {took}, {what}{invalid}"
 
 
 def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
@@ -214,18 +196,14 @@ def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
 
 def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
     """Name, start and end in seconds of what a request went through, up to the last moment that is known."""
-    moments: list[tuple[str, float | None]] = [("queued", request.first_scheduled_s)]
-    if request.first_scheduled_s is not None and request.prefill_s is not None and request.transfer_s is not None:
-        end = request.first_scheduled_s
-        parts = request.prefill_s, request.transfer_exposed_s, request.decode_wait_s
-        for name, seconds in zip(("prefill", "transfer after it", "waiting for a decode step"), parts, strict=True):
+    start, end = request.arrival_s, request.first_scheduled_s
+    names, ends = ["queued", "prefill", "decode"], [end]
+    if end is not None and request.prefill_s is not None and request.transfer_s is not None:
+        names = list(COLOURS)
+        for seconds in (request.prefill_s, request.transfer_exposed_s, request.decode_wait_s):
             end += max(0.0, seconds or 0.0)
-            moments.append((name, end))
-        moments.append(("first decode step", request.first_token_s))
-    else:
-        moments.append(("prefill", request.first_token_s))
-    start = request.arrival_s
-    for name, moment in (*moments, ("decode", request.end_s)):
+            ends.append(end)
+    for name, moment in zip(names, (*ends, request.first_token_s, request.end_s), strict=True):
         if moment is None:
             return
         yield name, start, moment
@@ -263,12 +241,11 @@ def gantt(panel: PanelSpec, result: Result) -> Figure | None:
         own = {v: [r for r in result.traced if (r.variant, r.point) == (v, point)] for v in result.info.variants}
         found = {variant: requests[:IN_GANTT] for variant, requests in own.items() if requests}
         if found:
-            return _columns(found, result)
-    return None
-
-
-def _columns(found: dict[str, list[RequestRow]], result: Result) -> Figure:
-    figure = frame.new(frame.WIDTH, 1.6 + ROW * max(map(len, found.values())))
+            break
+    else:
+        return None
+    most = max(map(len, found.values()))
+    figure = frame.new(frame.WIDTH, 1.6 + ROW * most)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (variant, requests) in zip(axes, found.items(), strict=True):
         frame.tidy(ax, "x")
@@ -277,7 +254,7 @@ def _columns(found: dict[str, list[RequestRow]], result: Result) -> Figure:
         ax.set_xlabel("seconds from the start of the pass", fontsize=9)
         ax.set_yticks([])
     axes[0].set_ylabel("requests, one a line", fontsize=9)
-    axes[0].set_ylim(max(map(len, found.values())), -0.8)  # the first one on top
+    axes[0].set_ylim(most, -0.8)  # the first one on top
     axes[0].set_xlim(left=0)
     frame.legend(figure, axes)
     return figure

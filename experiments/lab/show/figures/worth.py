@@ -1,0 +1,154 @@
+"""What mechanisms are worth: how many times better each quantity is, on a log axis with interval, target and aim; alone
+and two by two, and whether their gains multiply. And the load of experts."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.lab.judge import pairs
+from experiments.lab.show import answer, effects, wording
+from experiments.lab.show.figures import frame
+from experiments.lab.spec import PanelSpec
+from experiments.lab.store.result import Result
+
+ROWS = 5
+LETTER = 0.0145  # of the axis
+FAR = 3.0  # an end of an interval this many times beyond the outermost median or tick is an arrow
+NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+BETTER, WORSE, UNTOLD = "#0072B2", "#D55E00", "#8c8c8c"
+TICKS = (("target", "#202020", 13), ("aim", "#E69F00", 19))  # colour and height
+
+
+def forest(result: Result) -> Figure:
+    """At most five rows, of a result with anything to compare."""
+    info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
+    figure, ax = frame.one(1.15 + 0.48 * len(found), grid="x")
+    marks = [1.0, *(place for effect, gain in found for place in (gain.median, *effect.ticks) if place)]
+    least, most = min(marks) / FAR, max(marks) * FAR
+    many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
+    parts = []  # of each row metric, variant and point
+    for effect, _ in found:
+        where = wording.point(effect.cell[1])
+        if effect.reference and effect.at_another_point:
+            where += f" beside {wording.point(effect.reference[1])}"
+        parts.append((wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where))
+    for row, (effect, gain) in enumerate(found):
+        colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
+        ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
+        edges = [min(max(end, least), most) for end in ends]
+        ax.plot(edges, [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
+        for end, edge, marker in zip(ends, edges, "<>", strict=True):
+            if end != edge:
+                ax.plot([edge], [row], marker, color=colour, markersize=9)
+        (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
+        name, figures = ", ".join(filter(None, parts[row])), answer.figures(effect, info)
+        frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {figures}"])
+        for tick, (label, shade, height) in zip(effect.ticks, TICKS, strict=True):
+            if tick is not None:
+                legend = frame.once(ax, label)
+                ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2, label=legend)
+        text = f"{wording.number(gain.median)}x   {figures}"
+        frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
+    ax.axvline(1, color=frame.INK, linewidth=1)
+    # What all rows have in common stands below them.
+    alike = [len(set(every)) == 1 for every in zip(*parts, strict=True)]
+    own = [", ".join(text for text, same in zip(row, alike, strict=True) if text and not same) for row in parts]
+    if not all(own):
+        own, alike = [", ".join(filter(None, row)) for row in parts], [False] * len(alike)
+    shared = ", ".join(text for text, same in zip(parts[0], alike, strict=True) if text and same)
+    frame.name_rows(ax, ["\n".join(textwrap.wrap(name, 44)[:2]) for name in own])
+    frame.scale(ax.xaxis, log=True)
+    left, right = min(ax.get_xlim()[0], 0.8), max(ax.get_xlim()[1], 1.25)
+    if right / left > 6:
+        places = ax.xaxis.get_major_locator().tick_values(left, right)
+    else:  # finer ones where all rows lie near 1
+        places = [place for place in NEAR if left <= place <= right]
+        places = places if right / left > 2 else [0.9, *places, 1.1]
+    frame.ticks(ax.xaxis, places)
+    room = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
+    ax.set_xlim(left, right * (right / left) ** (room / (1 - room)))
+    beside = {"" if effect.at_another_point else effect.beside for effect, _ in found}
+    (other,) = beside if len(beside) == 1 else ("what it is compared with",)
+    words = f"times better than {'without it' if other == 'without' else other}"
+    if not other:
+        alone = all(effect.reference is None for effect, _ in found)
+        words = "times its target" if alone else "times better than at the point that it is compared with"
+    ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}", fontsize=9)
+    frame.legend(figure, [ax], least=1)
+    return figure
+
+
+SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
+NOISE = "#e0e0e0"  # of a pair whose interval holds 1: a colour would say more than is known
+
+
+def matrix(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """Below the diagonal: a pair's gain. Above it: that gain over the product of both alone; below 1 they eat each
+    other. Grey, and above it in brackets, is what cannot be told from 1. Points are taken together, by the geometric
+    mean. False where there is nothing to show."""
+    info, metric, names = result.info, panel.metric, pairs.mechanisms(result)
+    told = {(n, n): alone for n, name in enumerate(names) if (alone := pairs.gain(result, name, metric))}
+    if not told:
+        return False
+    for pair in pairs.of(result, metric):
+        j, i = names.index(pair.first), names.index(pair.second)
+        told |= {(i, j): pair.both, (j, i): pair.interaction}
+    cells, noise = np.full((2, len(names), len(names)), np.nan)
+    tips = []
+    for (row, column), found in told.items():
+        unit = "x" if row >= column else ""
+        if not found.told:
+            noise[row, column] = 0
+        elif not unit:
+            cells[row, column] = found.median
+        text, weight = f"{found.median:.2f}{unit}", "bold" if row == column else "normal"
+        text = text if found.told or unit else f"({text})"
+        ax.annotate(text, (column, row), ha="center", va="center", fontsize=9, fontweight=weight)
+        both = " and ".join(dict.fromkeys(info.variants[names[place]] for place in (column, row)))
+        tips.append(f"{both}: {wording.interval(found, unit)}{'' if unit else ' of the product of both'}")
+    ax.imshow(noise, cmap=ListedColormap([NOISE]))
+    ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
+    rows, columns = zip(*told, strict=True)
+    (unseen,) = ax.plot(columns, rows, "s", alpha=0, markersize=20)
+    frame.says(unseen, tips)
+    labels = [textwrap.fill(info.variants[name], 12) for name in names]
+    ax.set_xticks(range(len(names)), labels, fontsize=8, rotation=45)
+    ax.set_yticks(range(len(names)), labels, fontsize=8)
+    ax.grid(visible=False)
+    ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
+    ax.set_xlabel("bold: alone; below: the pair; above: the pair /\nthe product of both; grey: may be 1", fontsize=8)
+    return True
+
+
+EXPERTS = "The load of experts"
+MOST = 4.0  # times the average: what is above is drawn no darker
+
+
+def experts(result: Result) -> Figure:
+    """A panel a point, of the first variant that has it: variants differ in how tokens travel, not in where they go."""
+    points = list(dict.fromkeys(row.point for row in result.experts))
+    figure = frame.new(frame.WIDTH, 3.6)
+    axes = figure.subplots(1, len(points), squeeze=False, sharey=True)
+    for ax, point in zip(axes[0], points, strict=True):
+        own = [row for row in result.experts if row.point == point]
+        layers = [row for row in own if row.variant == own[0].variant]
+        tokens = np.array([[int(count) for count in row.tokens] for row in layers], dtype=float)
+        load = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
+        image = ax.imshow(load, cmap="cividis", vmin=0, vmax=MOST, aspect="auto", interpolation="nearest")
+        ax.grid(visible=False)
+        lines = ax.hlines(range(len(load)), -0.5, load.shape[1] - 0.5, alpha=0)
+        told = [f"layer {n}: {row.max():.2f}x the average at expert {row.argmax()}, {row.min():.2f}x at least"
+                for n, row in enumerate(load)]  # fmt: skip
+        frame.says(lines, told)
+        ax.set_title(f"{point or result.info.variants[own[0].variant]}: busiest {load.max():.1f}x", fontsize=9)
+        ax.set_xlabel("expert", fontsize=9)
+    axes[0][0].set_ylabel("layer with experts", fontsize=9)
+    axes[0][0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=list(axes[0]), label="tokens, by the average expert's", extend="max")
+    return figure
