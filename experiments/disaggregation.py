@@ -336,8 +336,11 @@ class _Engines:
             begun.append((config, processes))
         for config, processes in begun:
             engine = self.run(self._serving(config, processes))
-            self._open.callback(lambda engine=engine: self.run(engine.close()))
+            self._open.callback(self._end, engine)
             self._there.append((config, engine))
+
+    def _end(self, engine: AsyncEngine) -> None:
+        self.run(engine.close())
 
     async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""

@@ -96,9 +96,10 @@ class _Rank:
         }
         self._generator = torch.Generator(device).manual_seed(0)
         gate_up = self._drawn(spec.experts, 2 * spec.inner, spec.hidden, scale=spec.hidden**-0.5)
-        self._whole = ExpertWeights(gate_up, self._drawn(spec.experts, spec.hidden, spec.inner, scale=spec.inner**-0.5))
+        down = self._drawn(spec.experts, spec.hidden, spec.inner, scale=spec.inner**-0.5)
+        self._weights = gate_up, down
         own = self._context.rows_of(range(spec.experts))
-        self._own = ExpertWeights(*(part[own.start : own.stop] for part in (gate_up, self._whole.down)))
+        self._own = ExpertWeights(gate_up[own.start : own.stop], down[own.start : own.stop])
 
     def notes(self) -> Sequence[str]:
         return ()
@@ -113,10 +114,10 @@ class _Rank:
         logits = torch.randn(count, spec.experts, device=self._device, generator=self._generator)
         routes = route_reference(logits, None, router, TokenPlaces(every, every))
         x = self._drawn(count, spec.hidden)
-        if variant == ONE:
-            compute = partial(self._kernels.experts, x, routes, self._whole)
-            exchange_us, sent, ideal = None, 0, 0
-        else:
+        gate_up, down = self._weights
+        compute: Callable[..., Tensor] = partial(self._kernels.experts, x, routes, ExpertWeights(gate_up, down))
+        exchange_us, sent, ideal = None, 0, 0
+        if variant != ONE:
             mine, own = context.rows_of(x), Routes(*(context.rows_of(part).contiguous() for part in routes))
             asked = mine, own, self._own, None, count
 
@@ -132,7 +133,7 @@ class _Rank:
             echo = None if variant == Dispatch.packed.value else exchange(_Echo(self._kernels))
             exchange_us = None if echo is None else self._time(variant, echo)
         some = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS), device=self._device).round().long()
-        exact = ExpertWeights(*(part.float() for part in self._whole[:2]))
+        exact = ExpertWeights(gate_up.float(), down.float())
         expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
         return {
             "time_us": self._time(variant, compute),

@@ -35,10 +35,12 @@ ERROR = "error"  # of the worst row on the worst rank, among the metrics
 
 
 class Rank(Protocol):
-    contexts: Sequence[ParallelContext]  # all that its ranks say to each other
+    contexts: list[ParallelContext]  # all that its ranks say to each other
 
-    def measure(self, variant: str, **setting: Any) -> Mapping[str, float | None]:
-        """Metrics of a variant at a point, and ERROR: the same on all ranks, which are asked the same."""
+    @property
+    def measure(self) -> Callable[..., Mapping[str, float | None]]:
+        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
+        same."""
 
     def notes(self) -> Sequence[str]: ...
 
