@@ -185,7 +185,7 @@ _PAIR = [
     ),
     # An engine with drafts measures what steps of every size cost, up to the largest there can be.
     *("engine.scheduler.max_num_seqs=4", "engine.scheduler.max_num_batched_tokens=512", "engine.cache.memory_gib=0.03"),
-    "measure.repeats=1",
+    *("measure.repeats=1", "measure.aa=never"),
 ]
 _DRAFT = "engine.speculation.draft={path: tiny-draft, load_format: auto, hf_config: null}"
 PAIRED = {
