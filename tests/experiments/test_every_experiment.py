@@ -60,7 +60,7 @@ def _words(node, key: str = "") -> tuple[str, ...]:
 EVERY = [(name, *run) for name, node in EXPERIMENTS.items() for run in _runs(node)]
 
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
-FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed")
+FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed", "latencies add up to")
 FEW = {
     "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=8"],
     "uniform": [
