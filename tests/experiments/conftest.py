@@ -26,7 +26,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
 from omegaconf.base import Metadata
 from yaml.constructor import SafeConstructor
 from yaml.cyaml import CParser
@@ -92,6 +92,19 @@ def configs_are_made_once() -> Iterator[None]:
         mine.__dict__ |= metadata.__dict__ | {"flags": dict(metadata.flags), "resolver_cache": cached}
         return mine
 
+    def copy_node(node: Any, memo: dict[int, Any]) -> Any:
+        """Without making an empty one first, which is checked like what a user writes."""
+        mine = object.__new__(type(node))
+        mine.__dict__.update(node.__dict__, _metadata=copy_metadata(node._metadata, memo), _flags_cache=None)
+        content = node.__dict__.get("_content")  # of a dict, of a list, or an interpolation
+        if isinstance(content, (dict, list)):
+            items = content.items() if isinstance(content, dict) else enumerate(content)
+            copies = {key: item.__deepcopy__(memo) for key, item in items}
+            for each in copies.values():
+                each.__dict__["_parent"] = mine
+            mine.__dict__["_content"] = copies if isinstance(content, dict) else [*copies.values()]
+        return mine
+
     def own(loaded: Any) -> Any:
         """Merged with others it becomes another."""
         mine = copy.copy(loaded)
@@ -134,6 +147,8 @@ def configs_are_made_once() -> Iterator[None]:
         patch.setattr(defaults_list, "_create_interpolation_map", map_if_read)
         patch.setattr(schema, "register", register_once)
         patch.setattr(Metadata, "__deepcopy__", copy_metadata, raising=False)
+        for kind in (DictConfig, ListConfig, *ValueNode.__subclasses__()):
+            patch.setattr(kind, "__deepcopy__", copy_node)
         yield
 
 

@@ -8,6 +8,7 @@ from reimported import reimported
 
 from experiments import ablation, scheduler_overhead
 from experiments.lab.execute import execute
+from experiments.lab.judge import exact_gate
 from experiments.lab.measure import lending
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.peers.hf import HFGenerate
@@ -197,7 +198,9 @@ def test_the_peer_needs_a_checkpoint():
 
 
 @pytest.mark.slow
-def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, checkpoint, tmp_path):
+def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, checkpoint, monkeypatch, tmp_path):
+    few = exact_gate.probes()[2:5]  # test_lab_exact_gate.py asks all
+    monkeypatch.setattr(exact_gate, "probes", lambda whole: few)
     config = compose_config(
         "experiment=probe",
         f"engine.model.path={checkpoint}",

@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from experiments.lab.show.pages import BEGIN, END, readme_with
@@ -46,15 +47,17 @@ def test_experiments_named_in_commands_exist() -> None:
         assert name == "block_size" or (ROOT / "conf" / "experiment" / f"{name}.yaml").exists(), name
 
 
+@cache
+def stored() -> list[store.Result]:
+    return store.read_all(ROOT / "results")
+
+
 def test_the_table_of_figures_is_the_one_that_the_results_give() -> None:
-    results = store.read_all(ROOT / "results")
-    assert readme_with(README, results) == README, "it is stale: run `python run.py report`"
+    assert readme_with(README, stored()) == README, "it is stale: run `python run.py report`"
 
 
 def test_the_table_says_which_runs_were_cut_off() -> None:
-    found = next(
-        r for r in store.read_all(ROOT / "results") if r.info.experiment == "latency" and r.info.run == "default"
-    )
+    found = next(r for r in stored() if r.info.experiment == "latency" and r.info.run == "default")
     lines = [
         readme_with(f"{BEGIN}\n{END}", [replace(found, info=replace(found.info, status=status))]).splitlines()[-2]
         for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")

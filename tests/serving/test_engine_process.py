@@ -6,11 +6,13 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from served import (
     ENDLESS,
     PROMPT,
     SHORT,
+    HandDrivenClient,
     HandDrivenServer,
     add,
     dry_config,
@@ -39,8 +42,10 @@ from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.modeling.peft_folder import PeftFolder
 from mini_infer.runtime.text.grammar import CompiledGrammar
-from mini_infer.serving.link.wire import DEADLINE, Abort, ChangeAdapter, Done, Outputs, PromptLogprobs, Refused
+from mini_infer.serving.link.wire import DEADLINE, Abort, ChangeAdapter, Done, Failed, Outputs, PromptLogprobs, Refused
+from mini_infer.serving.processes import engine_process
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
+from mini_infer.serving.processes.launch import MAX_QUEUED
 from mini_infer.serving.stats import Stats
 
 MakeServer = Callable[..., HandDrivenServer]
@@ -410,6 +415,23 @@ def test_an_engine_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str])
         asyncio.run(AsyncEngine.start(dry_config(), startup_timeout=1e-6))  # a forked engine takes milliseconds
     with pytest.raises(EngineDead, match="no engine process listens at /nowhere"):
         asyncio.run(AsyncEngine.connect("/nowhere"))
+
+
+def test_an_engine_that_fails_before_its_parent_has_connected_says_why(tmp_path: Path) -> None:
+    bad = EngineConfig.from_dict({"model": {"load_format": "dry", "max_model_len": 10_000}})
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as thread:
+        listener.bind(path := str(tmp_path / "engine"))
+        listener.listen()
+        end = thread.submit(engine_process.run, bad, listener, MAX_QUEUED)
+        assert not wait([end], 0.2).done, "the engine has failed, and nobody knows yet"
+        parent = HandDrivenClient(path)
+        with pytest.raises(SystemExit) as exit:
+            end.result(10)
+        assert exit.value.code == engine_process.CANNOT_START, "it prints nothing itself"
+        (said,) = parent.hear()
+        parent.sock.close()
+        assert isinstance(said, Failed)
+        assert "model.max_model_len=10000 is beyond" in said.message
 
 
 def test_a_killed_engine_process_ends_every_stream_with_an_error() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+from cells import cells
 from made_up_costs import CONFIG, CONFIGS, COSTS, copies, random_load, watch
+from pairwise import pairwise
 
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
@@ -51,13 +54,14 @@ def params(output: int) -> SamplingParams:
 FREE = FittedCosts(Curve((1,), (0.0,)), Curve((1,), (0.0,)), slot_s=0, reach_s=0, pair_s=0, plan_s=0, row_s=0)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("blocks", [60, 400])
-def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, config: EngineConfig) -> None:
+MACHINES = product(CONFIGS, (60, 400), (False, True))
+
+
+@pytest.mark.parametrize(("name", "blocks", "overlap"), cells(MACHINES, pairwise([*CONFIGS], (60, 400), (False, True))))
+def test_its_plans_are_those_of_a_dry_engine(name: str, blocks: int, overlap: bool) -> None:
     """Step by step, with requests that come between steps, share beginnings, give way where memory is short, and whose
     drafts are accepted by the same hashes. Nothing takes any time, which loads and the order of requests depend on."""
-    config = dry(config, overlap, blocks)
+    config = dry(CONFIGS[name], overlap, blocks)
     engine = LLMEngine(config, clock=lambda: 0.0)
     simulated = Replica(config, engine.executor.limits, FREE, overlap, skips=False)
     plans, own = watch(engine.executor), watch(simulated.core.executor)

@@ -58,6 +58,7 @@ FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 
 CANNOT_START = 2  # exit code
+CONNECT_S = 5.0  # until whoever started this process has connected, which is the next that it does
 RESTART_S = 5.0  # about, for clients that nobody else can serve
 YOUNG_OBJECTS = 10_000  # before the garbage collector looks at them
 LOGPROBS_A_TURN = 2**13  # of prompts: a millisecond or two
@@ -478,10 +479,11 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int, prompts_
 
 
 def _waiting_at(listener: socket.socket) -> list[socket.socket]:
-    listener.setblocking(False)
+    """Who has connected; where nobody has, the first who does within CONNECT_S."""
+    listener.settimeout(CONNECT_S)
     sockets = []
-    try:
+    with contextlib.suppress(OSError):
         while True:
             sockets.append(listener.accept()[0])
-    except OSError:
-        return sockets
+            listener.setblocking(False)
+    return sockets
