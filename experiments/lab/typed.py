@@ -74,7 +74,7 @@ def _changed(config: DictConfig, typed: Sequence[Override]) -> dict[str, str]:
             found[key] = "deleted"
         elif key == "measure.repeats":
             found[key] = str(config.measure.repeats)  # as many as there will be
-        elif key not in NOT_CHANGES and not _within(key, PLACES):
+        elif key not in NOT_CHANGES and not points.within(key, PLACES):
             found |= {leaf: points.shown(own) or "none" for leaf, own in points.flat({key: value}).items()}
     return found
 
@@ -152,7 +152,7 @@ def _require_known(typed: Sequence[Override]) -> None:
 
 
 def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
-    asked = [(one, key) for one in typed for key in _keys(one) if not _within(key, EVERYWHERE)]
+    asked = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)]
     if not asked:
         return
     who = experiment
@@ -163,15 +163,11 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
     else:
         reads = schema.experiment_class(config).reads
     for one, key in asked:
-        if not _within(key, reads):
+        if not points.within(key, reads):
             raise ConfigError(
                 f"{one.input_line}: {who} does not read {key}, and would measure the same: leave it out. It reads "
                 f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
             )
-
-
-def _within(key: str, parts: Sequence[str]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
 def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
@@ -262,7 +258,7 @@ def _require_not_varied(config: DictConfig, typed: Sequence[Override], experimen
         chooses = one.key_or_group in WHOLE and isinstance(one.value(), str)
         for key in () if chooses else _keys(one):
             for name, who in varied.items():
-                if _within(key, [name]) or _within(name, [key]):
+                if points.within(key, [name]) or points.within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
 
 

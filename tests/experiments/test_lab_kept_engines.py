@@ -8,7 +8,7 @@ from small_runs import measured, probe
 from experiments import ablation
 from experiments.lab import points
 from experiments.lab.judge.gate import compare
-from experiments.lab.measure import cells, lending
+from experiments.lab.measure import cells
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind
@@ -104,7 +104,7 @@ def test_what_times_its_own_steps_or_sums_starts_alone(settings, untimed):
 def test_an_engine_that_was_warm_is_warmed_up_briefly():
     asked = []
     subject = SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0))
-    lent = lending.Lent(subject)
+    lent = cells.Lent(subject)
     items = [Item((index,), length) for index, length in enumerate((100, 8, 30))]
     for point in ("a", "a", "b"):
         lent.warm_up(point, items, 3)
@@ -192,10 +192,10 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
 
     class Pool:
         def open(self, kind, config):
-            opened.append(lending.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
+            opened.append(cells.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
             return opened[-1]
 
-    lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
+    lender = cells.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
     used = []
     for stopped in (False, False, True, False):
         if stopped:

@@ -25,7 +25,7 @@ from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_simulated
+from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 _USUAL = flat(EngineConfig().to_dict())
@@ -153,19 +153,16 @@ def find(folder: Path, target: Target) -> Found:
         if known.machine == target.machine and known.layout == layout:
             measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
             return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
-        others.append((_differences(known, target), path.name))
-    nearest = min(others, default=None, key=lambda other: len(other[0]))
-    hint = "" if nearest is None else f"; the nearest is {nearest[1]}, but for {', '.join(nearest[0])}"
+        other = differences(layout, known.layout)
+        other |= {"machine": known.machine} if known.machine != target.machine else {}
+        others.append((path.name, [f"{key}={value}" for key, value in other.items()]))
+    nearest = min(others, default=None, key=lambda one: len(one[1]))
+    hint = "" if nearest is None else f"; the nearest is {nearest[0]}, but for {', '.join(nearest[1])}"
     way_out = "measure them there with `python run.py experiment=calibrate --record` and the same settings"
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
     return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
-
-
-def _differences(known: CostFile, target: Target) -> list[str]:
-    found = [f"{key}={value}" for key, value in differences(target.layout, known.layout).items()]
-    return found + ([f"machine={known.machine}"] if known.machine != target.machine else [])
 
 
 def differences(layout: Layout, other: Layout) -> dict[str, Any]:
@@ -200,28 +197,11 @@ class Watched:
         return self.fitted.rows_s(rows, contexts)
 
 
-class Dry:
+def of_dry(config: DryConfig) -> FittedCosts:
     """The time model of the dry model, which sleeps for as long."""
-
-    def __init__(self, config: DryConfig) -> None:
-        self._config = config
-
-    def device_s(self, work: Work) -> float:
-        config = self._config
-        micros = config.prefill_token_us * work.prompt_tokens + config.decode_token_us * work.decode_tokens
-        return 1e-3 * config.step_ms + 1e-6 * micros
-
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
-        return [self.device_s(Work.decode(rows, 0))] * len(contexts)
-
-    def host_s(self, rows: int) -> float:
-        return 0.0
-
-    def copy_s(self, blocks: int) -> float:
-        return 0.0
-
-    def push_s(self, blocks: int) -> float:
-        return 0.0
+    step_s, decode_s, prompt_s = 1e-3 * config.step_ms, 1e-6 * config.decode_token_us, 1e-6 * config.prefill_token_us
+    decode, prompts = (Curve((0, 1), (step_s, step_s + token_s)) for token_s in (decode_s, prompt_s))
+    return FittedCosts(decode, prompts, 0.0, 0.0, 0.0, 0.0, 0.0, beside_s=decode_s - prompt_s)
 
 
 class Roofline:

@@ -96,8 +96,8 @@ def key(device: str) -> str:
     """`device_key`, and how many GPUs there are, if several: h200, h200x2."""
     import torch
 
-    several = device != "cpu" and torch.cuda.device_count() > 1
-    return device_key(device) + (f"x{torch.cuda.device_count()}" if several else "")
+    count = 1 if device == "cpu" else torch.cuda.device_count()
+    return device_key(device) + (f"x{count}" if count > 1 else "")
 
 
 def device_key(device: str) -> str:
@@ -121,7 +121,9 @@ def short_gpu_name(name: str) -> str:
 def name(device: str) -> str:
     """The CPU's or GPU's full name, which two machines of the same key may differ in."""
     if device == "cpu":
-        return _cpu_name()
+        path = Path("/proc/cpuinfo")
+        known = cpu_name(path.read_text()) if path.is_file() else ""
+        return known or platform.processor() or platform.machine() or "unknown"
     import torch
 
     return str(torch.cuda.get_device_name())
@@ -132,15 +134,14 @@ def facts(device: str) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": name("cpu"),
         "cores": cores(),
         "torch_threads": torch.get_num_threads(),
         "ram_gib": host_memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
+        found["gpu"] = torch.cuda.get_device_properties(0).name
         found["gpus"] = torch.cuda.device_count()
         found["gpu_memory_gib"] = gpu_memory_gib()
         found["cuda"] = torch.version.cuda
@@ -158,14 +159,6 @@ def gpu_memory_gib() -> float:
     return round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
 
 
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    return cpu_name(text) or platform.processor() or platform.machine() or "unknown"
-
-
 def cpu_name(cpuinfo: str) -> str:
     """The model in a /proc/cpuinfo; where that hides it, `AMD EPYC (family 25, model 17)`."""
     first: dict[str, str] = {}
@@ -180,9 +173,7 @@ def cpu_name(cpuinfo: str) -> str:
 
 def cores() -> int:
     """Cores this process may use, which in a container is not what the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _driver() -> str | None:

@@ -99,19 +99,18 @@ class Layouts:
         self._alone: dict[tuple[Any, ...], Plan] = {}
         self._require_enough()
 
-    def engine(self, settings: Settings, replicas: int) -> EngineConfig:
-        return engine_of(self._config, settings, replicas)
-
     def is_measured(self, settings: Settings) -> bool:
         """Whether the steps of such engines are, and not a bound; no, where they do not fit."""
         try:
-            return not _is_bound(self._simulator.setup(self.engine(settings, 2 if settings.get(PREFILL_SHARE) else 1)))
+            return not _is_bound(
+                self._simulator.setup(engine_of(self._config, settings, 2 if settings.get(PREFILL_SHARE) else 1))
+            )
         except ConfigError:
             return False
 
     def simulate(self, settings: Settings, replicas: int, slo: SLO | None = None) -> Plan:
         """`slo`: another one than was asked for. ConfigError where it does not fit."""
-        setup = self._simulator.setup(self.engine(settings, replicas))
+        setup = self._simulator.setup(engine_of(self._config, settings, replicas))
         served = drive(setup.cluster(), self._items, self._workload.in_flight)
         plan = self._planned(settings, replicas, served, setup, slo or self._slo)
         self.tried.append(plan)
@@ -123,7 +122,7 @@ class Layouts:
         one = {key: value for key, value in settings.items() if key not in NO_ENGINE_OF_ITS_OWN}
         key = tuple(one.items())
         if key not in self._alone:
-            engine = self.engine(one, 1)
+            engine = engine_of(self._config, one, 1)
             if engine.speculation.most:
                 return None
             setup = self._simulator.setup(engine)
@@ -150,8 +149,13 @@ class Layouts:
         bound = _is_bound(setup)
         name = points.point({**changed, **counted(settings, replicas)}).name
         point = Point(name + OF_BOUND * bound + " (each request alone)" * alone, {**settings, REPLICAS: replicas})
-        needs = _needs(served.counted, slo, self._share)
-        values = {"gpus": float(gpus), **_values(served, self._slo)}
+        # The tightest bounds that the share of the requests keeps which comes nearest to the SLO.
+        taken = sorted((slo.taken_by(request) for request in served.counted), key=slo.used_by)
+        kept = taken[: math.ceil(self._share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
+        needs = {name: max(each[name] for each in kept) for name in slo.bounds}
+        found = formulas.measure(served, OF_PASS, Context(self._slo, None, "nothing is measured"))
+        shown = {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
+        values = {"gpus": float(gpus), **shown}
         return Plan(point, settings, replicas, gpus, values, needs, slo.used_by(needs), bound, alone)
 
     def _require_enough(self) -> None:
@@ -182,19 +186,6 @@ def counted(settings: Settings, engines: int) -> dict[str, int]:
         return {REPLICAS: engines}
     prompts = min(max(1, round(share * engines)), engines - 1)
     return {"engine.parallel.prefill": prompts, "engine.parallel.decode": engines - prompts}
-
-
-def _needs(requests: Sequence[RequestTrace], slo: SLO, share: float) -> dict[str, float]:
-    """The tightest bounds, in milliseconds, that the share of the requests keeps which comes nearest to the SLO."""
-    taken = sorted((slo.taken_by(request) for request in requests), key=slo.used_by)
-    kept = taken[: math.ceil(share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
-    return {name: max(each[name] for each in kept) for name in slo.bounds}
-
-
-def _values(served: Served, slo: SLO) -> dict[str, float]:
-    """What the pass shows; percentiles that take more requests are left out."""
-    found = formulas.measure(served, OF_PASS, Context(slo, None, "nothing is measured"))
-    return {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
 
 
 def _arrived_at(trace: RequestTrace, item: Item) -> RequestTrace:

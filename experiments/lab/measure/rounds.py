@@ -42,11 +42,14 @@ def run(
                 kept = f"{done} of {len(rounds)} rounds are kept" if done else begun()
                 if not kept:
                     raise
-                why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                return f"incomplete: {why} in {name}; {kept}", error
+                return f"incomplete: {words(error)} in {name}; {kept}", error
     finally:
         gc.unfreeze()
     return COMPLETE, None
+
+
+def words(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 class Probe(Experiment):

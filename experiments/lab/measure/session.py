@@ -9,10 +9,9 @@ from typing import Any
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
-from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
