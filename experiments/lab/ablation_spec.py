@@ -87,13 +87,13 @@ class AblationSpec(ExperimentSpec):
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
         alone has the same settings: HTTP is not simulated."""
         variants, claims = dict[str, Any](), list(self.claims)
-        of_engines = [_settings(c) for c in self.variants.values() if (c or {}).get("kind", "engine") == Kind.engine]
-        for name, changes in self.variants.items():
-            variants[name] = changes
-            kind = (changes or {}).get("kind", "engine")
+        every = {name: (_kind(changes), changes or {}) for name, changes in self.variants.items()}
+        of_engines = [_settings(changes) for kind, changes in every.values() if kind == Kind.engine]
+        for name, (kind, changes) in every.items():
+            variants[name] = self.variants[name]
             if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
-                label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
-                variants[name + PREDICTED] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
+                label = f"{changes.get('label') or name.replace('_', ' ')}, predicted"
+                variants[name + PREDICTED] = {**changes, "kind": Kind.simulated.value, "label": label}
                 for metric, share in self.reach.items():
                     of = ClaimSpec(metric, name + PREDICTED, everywhere=True, to=name, source=f"reach: {share:.0%}")
                     claims += [replace(of, ratio_at_least=1 - share), replace(of, ratio_at_most=1 + share)]
@@ -101,11 +101,11 @@ class AblationSpec(ExperimentSpec):
 
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
-        kinds = {name: (changes or {}).get("kind", "engine") for name, changes in self.variants.items()}
-        variants = {name: self.variants[name] for name, own in kinds.items() if own == kind}
+        variants = {name: changes for name, changes in self.variants.items() if _kind(changes) == kind}
         if kind is Kind.simulated:
-            ours = (name for name, own in kinds.items() if own in (Kind.engine, Kind.served))
-            variants |= {name: {**(self.variants[name] or {}), "kind": kind.value} for name in ours}
+            for name, changes in self.variants.items():
+                if _kind(changes) in (Kind.engine, Kind.served):
+                    variants[name] = {**(changes or {}), "kind": kind.value}
         variants = variants or {kind.value: {"kind": kind.value, "label": kind.label}}
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
         kept = tuple(name for name in self.metrics if name not in formulas.OF_PROFILES)
@@ -117,19 +117,17 @@ class AblationSpec(ExperimentSpec):
             and kind is not Kind.simulated  # which proves nothing
             and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
         )
-        plots = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
-        return replace(
-            self,
-            variants=variants,
-            baseline=baseline,
-            metrics=kept,
-            claims=claims,
-            plots=tuple(plot for plot in plots if plot.panels),
-            timeline=None,
-            profile=(),
-        )
+        drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
+        plots = tuple(plot for plot in drawn if plot.panels)
+        changed = replace(self, variants=variants, baseline=baseline, metrics=kept, claims=claims, plots=plots)
+        return replace(changed, timeline=None, profile=())
 
 
-def _settings(changes: dict[str, Any] | None) -> dict[str, Any]:
+def _kind(changes: dict[str, Any] | None) -> str:
+    """Of a variant."""
+    return str((changes or {}).get("kind", Kind.engine.value))
+
+
+def _settings(changes: dict[str, Any]) -> dict[str, Any]:
     """Of the engine, that a variant changes."""
-    return {key: value for key, value in (changes or {}).items() if key not in VARIANT_KEYS}
+    return {key: value for key, value in changes.items() if key not in VARIANT_KEYS}

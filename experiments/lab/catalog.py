@@ -141,41 +141,33 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
     schema.experiment_class(settled.config).from_config(settled.config)  # to refuse what a run refuses
-    spec = schema.plain(settled.config.experiment)
-    axes, measure = settled.axes, settled.config.measure
-    measured = {f"scale={scale} via={via}": None for scale, via, _ in nodes(settled.config)}
+    config, spec = settled.config, schema.plain(settled.config.experiment)
+    axes, measure, model = settled.axes, config.measure, config.engine.model
+    variants, grid = spec.get("variants") or {}, points.grid(spec.get("points") or {})
+    scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))
+    kinds = {name: Kind((c or {}).get("kind", "engine")) for name, c in variants.items() if not isinstance(c, str)}
+    within = schema.build(PeerSettings, config.peers, "peers").processes_of
     lines = [
         f"{spec['title']}",
         f"  {spec['question']}",
         "",
-        f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(measured) or 'no others'}",
-        f"model     {settled.config.engine.model.path}, {settled.config.engine.model.dtype.name} on "
-        f"{settled.config.engine.model.device.name}",
-    ]
-    if "variants" in spec:
-        lines.append(f"variants  {', '.join(spec['variants'])} (baseline {spec.get('baseline')})")
-    grid = points.grid(spec.get("points") or {})
-    lines.append(f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""))
-    lines += [
+        f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(scales) or 'no others'}",
+        f"model     {model.path}, {model.dtype.name} on {model.device.name}",
+        *([f"variants  {', '.join(variants)} (baseline {spec.get('baseline')})"] if "variants" in spec else []),
+        f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""),
         f"metrics   {', '.join(spec.get('metrics') or [])}",
         f"repeats   {measure.repeats} in each of {measure.processes} processes",
     ]
-    variants = spec.get("variants") or {}
-    kinds = {name: (c or {}).get("kind", "engine") for name, c in variants.items() if not isinstance(c, str)}
-    peers = [name for name, kind in kinds.items() if not Kind(kind).can.ours]
-    if peers:
-        settings = schema.build(PeerSettings, settled.config.peers, "peers")
-        for name in peers:
-            within = settings.processes_of(Kind(kinds[name]))
-            count = measure.processes if within is None else min(within, measure.processes)
+    for name, kind in kinds.items():
+        if not kind.can.ours:
+            count = min(measure.processes if (own := within(kind)) is None else own, measure.processes)
             lines.append(f"peer      {name}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
+    lines.append(f"memory    {_memory(config.engine, len(variants) if spec.get('keep_engines') else 1)}")
     passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
-    lines.append(f"memory    {_memory(settled.config.engine, len(variants) if spec.get('keep_engines') else 1)}")
-    device = settled.config.engine.model.device
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
-        if device is not Device.auto and (path.parent.name == "cpu") != (device is Device.cpu):
+        if model.device is not Device.auto and (path.parent.name == "cpu") != (model.device is Device.cpu):
             continue  # what it took elsewhere says nothing
         info = store.read(path).info
         took, then = info.provenance.seconds / 60, info.config["measure"]
@@ -224,7 +216,12 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     `--record` and `--resume`; and a `scale` where only its model is typed: dtype, device and memory are the model's."""
     without = [argument for argument in arguments if argument.startswith(LEFT_OUT)]
     names = ",".join(argument.removeprefix(LEFT_OUT) for argument in without)
-    changed = _scale_of_model(arguments, conf)  # before any flag, where Hydra takes no more settings
+    changed, said = list[str](), dict(argument.partition("=")[::2] for argument in arguments)
+    path = conf / "experiment" / f"{said.get('experiment')}.yaml"
+    if "model" in said and "scale" not in said and path.is_file():
+        wanted, scales = {"override /model": said["model"]}, read(path).get("scales") or {}
+        fitting = [name for name in scales if wanted in (read(conf / f"scale/{name}.yaml").get("defaults") or [])]
+        changed += [f"scale={name}" for name in fitting[:1]]  # before any flag, where Hydra takes no more settings
     changed += [f"measure.without=[{names}]"] if without else []  # it knows no key with a + in it
     for argument in arguments:
         if argument in without:
@@ -239,17 +236,6 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
             argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
         changed += [f"{key}={value}" for key, value in SHORT[argument].items()] if argument in SHORT else [argument]
     return changed
-
-
-def _scale_of_model(arguments: Sequence[str], conf: Path) -> list[str]:
-    """Of those that the experiment has."""
-    said = dict(argument.partition("=")[::2] for argument in arguments)
-    path = conf / "experiment" / f"{said.get('experiment')}.yaml"
-    if "model" not in said or "scale" in said or not path.is_file():
-        return []
-    wanted, scales = {"override /model": said["model"]}, read(path).get("scales") or {}
-    known = [name for name in scales if wanted in (read(conf / "scale" / f"{name}.yaml").get("defaults") or [])]
-    return [f"scale={name}" for name in known[:1]]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

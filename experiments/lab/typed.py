@@ -54,7 +54,13 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     _require_read(config, typed, experiment)
-    notes += [*_balance(config), *_drop_bounds(config, experiment), *_rename(config, typed)]
+    if (asked := config.measure.repeats) % 2 and asked > 1:
+        config.measure.repeats = asked + 1
+        notes.append(
+            f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
+            "number does not balance."
+        )
+    notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)
     schema.workload(config)  # to find what it does not know
@@ -97,22 +103,15 @@ def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
 
 def _leave_out(config: DictConfig) -> list[str]:
     """Drops the variants of measure.without, and the claims about them."""
-    gone = list(config.measure.without)
-    for name in gone:
-        if name not in (known := config.experiment.get("variants") or {}):
-            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
-        del config.experiment.variants[name]
-    lost = _keep_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & set(gone)) if gone else 0
-    return [f"Measured without {', '.join(gone)}." + _left_out(lost, "about what is not measured")] if gone else []
-
-
-def _balance(config: DictConfig) -> list[str]:
-    asked = config.measure.repeats
-    if asked == 1 or asked % 2 == 0:
+    if not (gone := list(config.measure.without)):
         return []
-    config.measure.repeats = asked + 1
-    return [f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
-            "number does not balance."]  # fmt: skip
+    known = config.experiment.get("variants") or {}
+    for name in gone:
+        if name not in known:
+            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
+        del known[name]
+    lost = _keep_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & set(gone))
+    return [f"Measured without {', '.join(gone)}." + _left_out(lost, "about what is not measured")]
 
 
 def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
@@ -121,17 +120,16 @@ def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
     own, here = files.get("engine", {}).get("model", {}).get("device"), config.engine.model.device
     if own not in DEVICES or here in (own, Device.auto):
         return []
-    lost = _keep_claims(config, lambda claim: not _is_of_machine(claim))
-    if not lost:
+
+    def holds(claim: Mapping[str, Any]) -> bool:
+        ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
+        return ratio or not str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
+
+    if not (lost := _keep_claims(config, holds)):
         return []
     config.experiment.target = ""
     where = f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}."
     return [where + _left_out(lost, f"with bounds for {DEVICES[own]}")]
-
-
-def _is_of_machine(claim: Mapping[str, Any]) -> bool:
-    ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
-    return not ratio and str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
 
 
 def _keep_claims(config: DictConfig, kept: Callable[[Any], bool]) -> int:
@@ -197,8 +195,7 @@ def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:
 
 def _narrow(config: DictConfig, experiment: str) -> list[str]:
     """Puts measure.points in the place of what the experiment says, and drops the claims that fall away."""
-    asked = schema.plain(config.measure).get("points") or {}
-    if not asked:
+    if not (asked := schema.plain(config.measure).get("points") or {}):
         return []
     if config.experiment.get("_target_") != variants.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
@@ -218,8 +215,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         config.experiment.timeline = None
     if config.experiment.get("again_at"):
         config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
-    profiled = config.experiment.get("profile")
-    if profiled:
+    if profiled := config.experiment.get("profile"):
         config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
     return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
