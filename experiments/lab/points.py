@@ -70,6 +70,11 @@ def flat(values: Mapping[Any, Any], inside: str = "") -> dict[str, Any]:
     return found
 
 
+def keys(section: str, names: str) -> tuple[str, ...]:
+    """Dotted keys of settings in a section, by their names with spaces between."""
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 def within(key: str, parts: Sequence[str]) -> bool:
     """Whether a dotted key is one of these, or in such a section."""
     return any(key == part or key.startswith(f"{part}.") for part in parts)

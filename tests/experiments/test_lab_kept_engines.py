@@ -200,7 +200,7 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
     for stopped in (False, False, True, False):
         if stopped:
             opened[-1].process.alive = False
-        with lender.lend("vllm", Kind.vllm, EngineConfig()) as lent:
+        with lender.lend(SimpleNamespace(engine_of="vllm", kind=Kind.vllm, engine=EngineConfig())) as lent:
             assert lent.subject is opened[-1]
             used.append(bool(lent.served))
             lent.served.append(None)

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.lab.load import clients, server, subject
-from experiments.lab.load.client import Drive
-from experiments.lab.load.clients import Target
+from experiments.lab.load import client, subject
+from experiments.lab.load.client import Drive, Target
 from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
 from experiments.lab.measure.kinds import Kind
@@ -186,19 +185,19 @@ def test_nobody_listens():
 
 def test_requests_and_places_are_dealt_out_evenly_and_conversations_stay_together():
     items = [Item((1,), 1), Item((2,), 1), Item((3,), 1, follows=0), Item((4,), 1), Item((5,), 1, follows=2)]
-    first, second = clients.split(items, 5, 2)
-    assert (first.indices, [item.follows for item in first.items]) == ((0, 2, 3, 4), [None, 0, None, 1])
-    assert second.indices == (1,)
+    first, second = client.split(items, 5, 2)
+    assert (first.indices, [item.follows for item in first.items]) == ([0, 2, 3, 4], [None, 0, None, 1])
+    assert second.indices == [1]
     assert (first.places, second.places) == (3, 2)
-    assert len(clients.split(items[:1], 1, 1)) == 1
+    assert len(client.split(items[:1], 1, 1)) == 1
 
 
 @pytest.mark.parametrize(("in_flight", "cpus", "expected"), [(1, 16, 1), (64, 16, 1), (256, 16, 4), (256, 4, 2)])
 def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
-    monkeypatch.setattr(clients.hardware, "cores", lambda: cpus)
+    monkeypatch.setattr(client.hardware, "cores", lambda: cpus)
     nobody = Target("127.0.0.1", 1, "/", "x")
-    assert clients.Clients(nobody, ClientSettings())._count(in_flight) == expected
-    assert clients.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)
+    assert client.Clients(nobody, ClientSettings())._count(in_flight) == expected
+    assert client.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)
 
 
 # --- mini-infer's own server ---------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ def test_every_setting_of_the_engine_becomes_a_flag():
             "graphs": {"capture": "never"},
         }
     )
-    flags = server.flags(config)
+    flags = subject.flags(config)
     assert {"--model=x", '--model.hf_config={"a": [1]}', "--cache.block_size=32", "--graphs.capture=never"} <= set(
         flags
     )

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.load.clients import ASKED, Target
+from experiments.lab.load.client import ASKED, Target
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig

@@ -1,4 +1,5 @@
-"""One process of the load client: its share of a pass's requests, each sent when it is due and noted as it streams in.
+"""The load client. Each of its processes sends its share of a pass's requests when they are due, and notes them as they
+stream in; `Clients` is all of them, as the process that measures sees them.
 
 Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
@@ -7,28 +8,67 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import json
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-from experiments.lab.load.clients import Target
 from experiments.lab.load.connection import Connection, Exchange, read_answer
-from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure import hardware
+from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
+from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
 OPEN_LOOP_CONNECTIONS = 64  # opened before the clock starts; an open loop opens more as it needs them
 CONNECTING = 32  # at once, so that a server's backlog holds them
+STREAMS_EACH = 64  # of a process, before there is another one
+LEAD_S = 0.05  # from the word to go to the start, which all processes share
+
+# Of every request. A model without a tokenizer has no text to tell: with ids each of its tokens has an event anyway.
+ASKED = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class Target:
+    host: str
+    port: int
+    path: str  # of the completions
+    model: str
+    ours: bool = False  # a server that knows what others may not
+
+    def request(self, prompt: Sequence[int], item: Item, salt: str) -> bytes:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": item.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **ASKED,
+            **({"return_spans": True} if self.ours else {}),
+            **({"priority": item.priority} if item.priority else {}),
+            **({"cache_salt": salt} if salt else {}),
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        return head.encode() + data
 
 
 class Drive:
     """One pass. Requests are made, and connections opened, before the clock starts."""
 
     def __init__(self, items: Sequence[Item], target: Target, salt: str) -> None:
-        self._items = items
-        self._target = target
-        self._salt = salt
+        self._items, self._target, self._salt = items, target, salt
         self._outcomes = Outcomes(items, time.perf_counter, lost=f"{LOST}, or none with token ids")
         self._requests = [
             b"" if item.follows is not None else target.request(item.prompt, item, salt) for item in items
@@ -44,16 +84,14 @@ class Drive:
         """Raises OSError where nobody listens."""
         closed = all(item.arrival_s is None for item in self._items)
         wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._items))
-        for first in range(0, wanted, CONNECTING):
-            new = [self._connection() for _ in range(min(CONNECTING, wanted - first))]
-            self._idle += await asyncio.gather(*new)
+        while (missing := wanted - len(self._idle)) > 0:
+            self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
 
     async def run(self, start: float, places: int) -> None:
         """Begins at `start`, and returns when all have ended; at most `places` requests of the closed loop are in
         flight."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._start = asyncio.get_running_loop(), start
         self._done = self._loop.create_future()
-        self._start = start
         self._schedule = self._outcomes.schedule = Schedule(self._items, start, places)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
@@ -119,18 +157,14 @@ class Drive:
 
     async def _open(self, index: int, exchange: Exchange) -> None:
         try:
-            connection = await self._connection()
+            self._send_on(await self._connection(), index, exchange)
         except OSError as error:
             exchange.error = f"the server cannot be reached: {error}"
             self._finish(index, exchange)
-            return
-        self._send_on(connection, index, exchange)
 
     async def _connection(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self._forget), self._target.host, self._target.port
-        )
+        make, target = partial(Connection, self._forget), self._target
+        _, connection = await asyncio.get_running_loop().create_connection(make, target.host, target.port)
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -169,12 +203,10 @@ class Client:
     about: Mapping[str, Any] = {}
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        self._loop = asyncio.new_event_loop()
+        self._target, self._loop = target, asyncio.new_event_loop()
 
     def prepare(self, items: Sequence[Item], salt: str, places: int) -> None:
-        self._places = places
-        self._drive = Drive(items, self._target, salt)
+        self._places, self._drive = places, Drive(items, self._target, salt)
         self._loop.run_until_complete(self._drive.connect(places))
 
     def go(self, start: float) -> None:
@@ -182,10 +214,95 @@ class Client:
         self._loop.run_until_complete(self._drive.run(start, self._places))
 
     def outcome(self) -> tuple[Served, float, bool]:
-        """As Drive.outcome."""
         return self._drive.outcome()
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
     """For a process of its own. `config` is nothing for it."""
     return Client(settings["target"])
+
+
+class Share(NamedTuple):
+    """What one process sends: indices of the pass's items, those items, and its places of the closed loop."""
+
+    indices: Sequence[int]
+    items: Sequence[Item]
+    places: int
+
+
+class Clients:
+    def __init__(self, target: Target, settings: ClientSettings) -> None:
+        self._target, self._settings = target, settings
+        self._processes: list[PeerProcess] = []
+
+    def serve(self, items: Sequence[Item], concurrency: int, salt: str) -> Served:
+        """Raises PeerError where a process fails. A request that fails is in its trace."""
+        shares = split(items, concurrency, self._count(min(concurrency, len(items))))
+        while len(self._processes) < len(shares):
+            client = PeerProcess("the load client", __name__, EngineConfig(), self._settings, target=self._target)
+            self._processes.append(client)
+        asked = [{"items": share.items, "salt": salt, "places": share.places} for share in shares]
+        self._together("connect", "prepare", asked)
+        start = time.perf_counter() + LEAD_S
+        self._together("serve", "go", [{"start": start}] * len(shares))
+        took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
+        replies = self._together("read the answers", "outcome", [{}] * len(shares))
+        return replace(_joined(shares, replies, start), outside_s=took)
+
+    def close(self) -> None:
+        while self._processes:
+            self._processes.pop().close()
+
+    def _count(self, in_flight: int) -> int:
+        """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
+        most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
+        return min(self._settings.processes or most, in_flight)
+
+    def _together(self, what: str, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            asked = zip(self._processes, arguments, strict=False)  # a smaller pass needs fewer of them
+            waiting = [pool.submit(partial(process.call, what, method, **given)) for process, given in asked]
+            try:
+                return [future.result() for future in waiting]
+            except BaseException:
+                self.close()
+                raise
+
+
+def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share]:
+    """Deals requests out in turns, those of one conversation together, and the places evenly. A process keeps its own
+    places filled: at the end of a closed loop one may have none left to send while another still has."""
+    owner: list[int] = []
+    turns = itertools.cycle(range(processes))
+    for item in items:
+        owner.append(next(turns) if item.follows is None else owner[item.follows])
+    shares = []
+    for process in range(processes):
+        indices = [index for index, its in enumerate(owner) if its == process]
+        new: dict[int | None, int] = {index: position for position, index in enumerate(indices)}
+        own = [replace(items[index], follows=new.get(items[index].follows)) for index in indices]
+        places = concurrency // processes + (process < concurrency % processes)
+        shares.append(Share(indices, own, places))
+    return [share for share in shares if share.items]
+
+
+def _joined(shares: Sequence[Share], replies: Sequence[tuple[Served, float, bool]], start: float) -> Served:
+    traces: dict[int, RequestTrace] = {}
+    parts, cpu, tells_cached = zip(*replies, strict=True)
+    for share, part in zip(shares, parts, strict=True):
+        traces |= {
+            index: replace(trace, request_id=f"{trace.name or 'request'}-{index}")
+            for index, trace in zip(share.indices, part.requests, strict=True)
+        }
+    return Served(
+        tuple(traces[index] for index in sorted(traces)),
+        min((trace.arrival for trace in traces.values()), default=start),
+        max(part.end for part in parts),
+        in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
+        host=HostUse(
+            client_s=sum(cpu),
+            client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
+            tells_cached=all(tells_cached),
+        ),
+    )

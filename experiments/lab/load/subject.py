@@ -1,29 +1,36 @@
-"""A server and the clients that load it, as a peer that takes its turn beside others."""
+"""A server and the clients that load it, as a peer that takes its turn beside others; and what runs in the process that
+holds mini-infer-serve with a variant's settings."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.lab.load.clients import Clients, Target
-from experiments.lab.load.server import cpu_seconds
+import psutil
+
+from experiments.lab.load.client import Clients, Target
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
+from mini_infer.cli.arguments import REFUSED
+from mini_infer.cli.server_process import discard, read_address, start_server
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.settings import PREFIX, table
 
 NEEDS = ("httptools", "msgspec")
-SERVER = "experiments.lab.load.server"
+OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warning")  # of mini-infer-serve
 VLLM_SERVER = "experiments.lab.load.vllm_server"
 BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
@@ -35,12 +42,8 @@ class OverHTTP:
     def __init__(
         self, name: str, target: Target, about: Mapping[str, Any], clients: ClientSettings, server: PeerProcess | None
     ) -> None:
-        self.name = name
-        self.about = about
-        self.target = target
-        self._clients = Clients(target, clients)
-        self._server = server
-        self._closed = False
+        self.name, self.about, self.target = name, about, target
+        self._clients, self._server, self._closed = Clients(target, clients), server, False
         self._run = uuid.uuid4().hex[:8]  # a server may have lived before, and live on
         self._forgot = 0  # times
 
@@ -86,9 +89,7 @@ class Bench:
     """The load of `vllm bench serve` on a server that lives."""
 
     def __init__(self, name: str, server: OverHTTP, process: PeerProcess) -> None:
-        self.name = name
-        self._server = server
-        self._process = process
+        self.name, self._server, self._process = name, server, process
         self.about: Mapping[str, Any] = {**server.about, **process.about}
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
@@ -122,7 +123,7 @@ def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int
     """The process that holds a server of ours or of vLLM's; `wait` and what it raises as PeerProcess."""
     if kind is Kind.vllm_served:
         return PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm, wait=wait)
-    return PeerProcess(kind.label, SERVER, config, settings.served, wait=wait, threads=threads)
+    return PeerProcess(kind.label, __name__, config, settings.served, wait=wait, threads=threads)
 
 
 def open_subject(
@@ -175,3 +176,73 @@ def _target(url: str, model: str) -> Target:
         raise ConfigError(f"peers.http.url must begin with http:// and name a host, got {url!r}")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Target(parts.hostname, parts.port or 80, f"{path}/v1/completions", model)
+
+
+class Server:
+    def __init__(self, config: EngineConfig, threads: int, api_processes: int = 1) -> None:
+        """
+        Args:
+            threads: of torch in the engine process.
+
+        Raises:
+            ConfigError: the server refuses the settings.
+            RuntimeError: it has ended otherwise; its log says why.
+        """
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        arguments = [*OWN, f"--api-processes={api_processes}", *flags(config)]
+        self._process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(threads)})
+        assert self._process.stdout is not None
+        url = read_address(self._process.stdout)
+        if url is None:
+            code = self._process.wait()
+            if code == REFUSED:
+                raise ConfigError("mini-infer-serve refuses these settings; the log above says which")
+            raise RuntimeError(f"mini-infer-serve ended with code {code} before it served")
+        discard(self._process.stdout)
+        with urllib.request.urlopen(f"{url}/healthz") as answer:
+            health = json.load(answer)
+        self.about: Mapping[str, Any] = {
+            "url": url,
+            "model": health["model"],
+            "api_pid": self._process.pid,
+            "engine_pids": [replica["engine_pid"] for replica in health["replicas"]],
+            "startup": health["startup"],
+        }
+
+    def check(self) -> None:
+        """Raises RuntimeError where it does not run any more."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"mini-infer-serve ended with code {self._process.returncode}")
+
+
+def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
+    """What HTTP has used so far, and what the engine processes have, by a Server's `about`. HTTP is the server's own
+    process and, where that supervises several API processes, all that it has now: their work is one server's."""
+    seconds = {}
+    with contextlib.suppress(psutil.NoSuchProcess):  # `check` tells how it ended
+        server = psutil.Process(about["api_pid"])
+        for process in (server, *server.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # an API process that another one replaces
+                seconds[process.pid] = sum(process.cpu_times()[:2])
+    engine_s = sum(seconds.pop(pid, 0.0) for pid in about["engine_pids"])
+    return sum(seconds.values()), engine_s
+
+
+def flags(config: EngineConfig, other: EngineConfig | None = None) -> list[str]:
+    """The engine's settings as the server's flags: all of them, or those that another one does not have, too."""
+    rows = {row.key: row for row in table()}
+
+    def walk(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for name, value in values.items():
+            key = prefix + name
+            if key not in rows:
+                yield from walk(value, known.get(name, {}), f"{key}.")
+            elif name not in known or value != known[name]:
+                text = value if isinstance(value, str) else json.dumps(value)
+                yield f"{rows[key].flags[0]}={'none' if value is None else text}"
+
+    return list(walk(config.to_dict(), {} if other is None else other.to_dict(), ""))
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
+    return Server(config, settings["threads"], settings["api_processes"])

@@ -107,15 +107,16 @@ class Lending:
         self.about: dict[str, list[dict[str, Any]]] = {}
 
     @contextmanager
-    def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
+    def lend(self, cell: Cell) -> Iterator[Lent]:
+        variant = cell.engine_of
         lent = self._kept.get(variant)
         if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
-            lent = Lent(self._open(kind, config))
+            lent = Lent(self._open(cell.kind, cell.engine))
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
             lent.subject.reserve_memory()
         about, told = self.about.setdefault(variant, []), lent.subject.about
-        if told and told not in about and not (about and kind.can.steps):  # which takes another time to start
+        if told and told not in about and not (about and cell.kind.can.steps):  # which takes another time to start
             about.append(dict(told))
         if self._keep:
             self._kept[variant] = lent
@@ -144,7 +145,7 @@ class Lending:
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
     the timed pass. Raises CutOff where one was interrupted."""
-    with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+    with lending.lend(cell) as lent:
         warm_up(cell, inputs, lent)
         if inputs.prime:
             lent.serve(inputs.prime, 1)

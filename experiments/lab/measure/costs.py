@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -18,7 +19,7 @@ from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.points import flat
+from experiments.lab.points import flat, keys, within
 from experiments.lab.spec import BOUND
 from experiments.lab.store import result as store
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
@@ -37,14 +38,12 @@ HEADER = """\
 # Settings that no step's time depends on, or that the other fields of a Layout say: any other is a part of it.
 _ELSEWHERE = (
     *("seed", "numerics", "scheduler", "speculation", "attention.prefill", "attention.decode", "graphs.capture"),
-    *("model.path", "model.load_format", "model.hf_config", "model.tokenizer", "model.dtype", "model.device"),
-    *("model.quantization", "model.quantization_group", "model.quantization_symmetric", "model.max_model_len"),
-    *("model.threads", "model.seed", "model.dry", "cache.layout", "cache.dtype", "cache.num_blocks"),
-    *("cache.memory_gib", "cache.gpu_memory_utilization", "cache.gpu_shared", "cache.prefix_caching"),
-    *("cache.num_host_blocks", "cache.host_memory_gib", "cache.host_prefix_gib", "cache.disk_prefix_path"),
-    *("cache.disk_prefix_gib", "cache.watermark", "parallel.tensor", "parallel.pipeline", "parallel.timeout_s"),
-    *("parallel.start_timeout_s", "parallel.replicas", "parallel.routing", "parallel.launcher", "parallel.prefill"),
-    *("parallel.decode", "parallel.hand_over", "parallel.connector", "parallel.prefill_tensor"),
+    *keys("model", "path load_format hf_config tokenizer dtype device quantization quantization_group"),
+    *keys("model", "quantization_symmetric max_model_len threads seed dry"),
+    *keys("cache", "layout dtype num_blocks memory_gib gpu_memory_utilization gpu_shared prefix_caching watermark"),
+    *keys("cache", "num_host_blocks host_memory_gib host_prefix_gib disk_prefix_path disk_prefix_gib"),
+    *keys("parallel", "tensor pipeline timeout_s start_timeout_s replicas routing launcher prefill decode hand_over"),
+    *keys("parallel", "connector prefill_tensor"),
 )
 
 
@@ -73,8 +72,7 @@ class Layout:
     def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
         """Raises ConfigError where it is none that can be simulated."""
         require_simulated(config)
-        overlap = config.scheduler.overlap
-        attention = config.attention
+        overlap, attention = config.scheduler.overlap, config.attention
         return cls(
             model=f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens",
             dtype=str(dtype).removeprefix("torch."),
@@ -89,7 +87,7 @@ class Layout:
             settings={
                 key: value
                 for key, value in flat(config.to_dict()).items()
-                if _USUAL.get(key) != value and not f"{key}.".startswith(tuple(f"{name}." for name in _ELSEWHERE))
+                if _USUAL.get(key) != value and not within(key, _ELSEWHERE)
             },
         )
 
@@ -122,6 +120,10 @@ class Target:
     @property
     def layout(self) -> Layout:
         return Layout.of(self.config, self.spec, self.dtype, self.device, self.threads)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.spec.kv_layout(self.dtype).bytes_per_block(self.config.cache.block_size)
 
 
 def served(config: EngineConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
@@ -167,9 +169,8 @@ def find(folder: Path, target: Target) -> Found:
 
 def differences(layout: Layout, other: Layout) -> dict[str, Any]:
     """What the other has, where it is not the same."""
-    mine, theirs = layout.facts, other.facts
-    keys = [key for key in {**mine, **theirs} if mine.get(key, _USUAL.get(key)) != theirs.get(key, _USUAL.get(key))]
-    return {key: theirs.get(key, _USUAL.get(key)) for key in keys}
+    mine, theirs = ({**_USUAL, **each.facts} for each in (layout, other))
+    return {key: theirs.get(key) for key in {**layout.facts, **other.facts} if mine.get(key) != theirs.get(key)}
 
 
 class Watched:
@@ -211,14 +212,16 @@ class Roofline:
         assert target.ceilings is not None
         self._costs = roofline.StepCosts(target.spec, target.dtype)
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
-        self._block, self._push_block_s = _block_bytes(target), push_block_s(target)
+        rate = self._ceilings.link_gb_s.get("to_host")
+        self._copy_block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
+        self._push_block_s = push_block_s(target)
 
     def device_s(self, work: Work) -> float:
-        prompts = work.prompt_tokens
+        rows = work.decode_tokens + bool(work.prompt_tokens)
         done = StepWork(
-            tokens=work.decode_tokens + prompts,
-            sampled=work.decode_tokens + bool(prompts),
-            rows=work.decode_tokens + bool(prompts),
+            tokens=work.decode_tokens + work.prompt_tokens,
+            sampled=rows,
+            rows=rows,
             context=work.decode_context + work.prompt_reach,
             pairs=work.decode_context + work.prompt_pairs,
         )
@@ -227,22 +230,16 @@ class Roofline:
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
-        each = (last - first) / max(len(contexts) - 1, 1)
-        return [first + place * each for place in range(len(contexts))]
+        return np.linspace(first, last, len(contexts)).tolist()
 
     def host_s(self, rows: int) -> float:
         return 0.0
 
     def copy_s(self, blocks: int) -> float:
-        rate = self._ceilings.link_gb_s.get("to_host")
-        return blocks * self._block / (rate * 1e9) if rate else 0.0
+        return self._copy_block_s * blocks
 
     def push_s(self, blocks: int) -> float:
         return self._push_block_s * blocks
-
-
-def _block_bytes(target: Target) -> int:
-    return target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
 
 
 def push_block_s(target: Target) -> float:
@@ -255,7 +252,7 @@ def push_block_s(target: Target) -> float:
         rate = known.copy_gb_s / 2  # of bytes read and bytes written
     else:
         rate = known.link_gb_s.get("to_host" if parallel.connector is Connector.stream else "to_peer", 0.0)
-    return _block_bytes(target) / parallel.ranks / (rate * 1e9) if rate else 0.0
+    return target.block_bytes / parallel.ranks / (rate * 1e9) if rate else 0.0
 
 
 def read(path: Path) -> CostFile:

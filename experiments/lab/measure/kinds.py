@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from experiments.lab.points import keys
+
 
 class Kind(str, Enum):
     engine = "engine"  # mini-infer
@@ -51,19 +53,14 @@ class System:
 
 
 _OURS = ("engine", "measure.gates")
-_MODEL = (
-    *("engine.model.path", "engine.model.hf_config", "engine.model.load_format", "engine.model.tokenizer"),
-    *("engine.model.dtype", "engine.model.device", "engine.model.max_model_len"),
-)
-_ROOM = ("engine.cache.gpu_memory_utilization", "engine.cache.memory_gib")
+_MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device max_model_len")
+_ROOM = keys("engine.cache", "gpu_memory_utilization memory_gib")
 _HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
 _VLLM = (
-    *(*_MODEL, "engine.model.quantization", "engine.model.quantization_group", "engine.model.quantization_symmetric"),
-    *("engine.model.routing", *_ROOM, "engine.cache.block_size", "engine.cache.dtype", "engine.cache.layout"),
-    *("engine.cache.num_blocks", "engine.cache.prefix_caching", "engine.scheduler.batching"),
-    *("engine.scheduler.chunked_prefill", "engine.scheduler.max_num_batched_tokens", "engine.scheduler.max_num_seqs"),
-    *("engine.scheduler.policy", "engine.scheduler.preemption", "engine.parallel.tensor", "engine.speculation"),
-    "peers.vllm",
+    *(*_MODEL, *_ROOM, "engine.parallel.tensor", "engine.speculation", "peers.vllm"),
+    *keys("engine.model", "quantization quantization_group quantization_symmetric routing"),
+    *keys("engine.cache", "block_size dtype layout num_blocks prefix_caching"),
+    *keys("engine.scheduler", "batching chunked_prefill max_num_batched_tokens max_num_seqs policy preemption"),
 )
 SYSTEMS = {
     Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True, reads=_OURS),
@@ -73,8 +70,9 @@ SYSTEMS = {
         "experiments.lab.peers.hf_continuous",
         chains=False,
         reads=(
-            *(*_HF, "engine.cache.block_size", "engine.cache.num_blocks", "engine.scheduler.max_num_batched_tokens"),
-            "engine.scheduler.max_num_seqs",
+            *_HF,
+            *keys("engine.cache", "block_size num_blocks"),
+            *keys("engine.scheduler", "max_num_batched_tokens max_num_seqs"),
         ),
     ),
     Kind.vllm: System(

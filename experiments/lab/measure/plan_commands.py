@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, schema
 from experiments.lab.judge.metrics import SLO
-from experiments.lab.load.server import flags
+from experiments.lab.load.subject import flags
 from experiments.lab.measure.plans import Plan, Settings, counted
 from experiments.lab.points import flat, within
 from experiments.lab.spec import PREFILL_SHARE

@@ -52,12 +52,8 @@ class Session:
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
         self.begun = ""  # what is kept of the first round, where Ctrl-C came before its end
-        self.labels = terms.labels
-        self.cells = measured
-        self._repeats = repeats
-        self._aa = aa
-        self._left_out = left_out
-        self._steps = steps
+        self.labels, self.cells = terms.labels, measured
+        self._repeats, self._steps, self._aa, self._left_out = repeats, steps, aa, left_out
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
         self._lending = Lending(spec.keep_engines, self._peers, simulator, steps.within)
@@ -78,7 +74,7 @@ class Session:
             first = cell.variant == cell.engine_of and cell.variant not in self._left_out
             here = cell.kind is Kind.engine and cell.point.name in inputs
             if first and here and cells.starts_untimed(cell):
-                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+                with self._lending.lend(cell) as lent:
                     cells.warm_up(cell, inputs[cell.point.name], lent)
         self._peers.await_begun()
 
@@ -91,15 +87,13 @@ class Session:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except KeyboardInterrupt as stop:
-                begun = stop.begun if isinstance(stop, CutOff) and not passes else None
-                if begun is not None:
-                    passes.append((cell, [begun]))
+                began = [stop.begun] if isinstance(stop, CutOff) and stop.begun and not passes else []
+                passes += [(cell, began)] if began else []
                 if passes and not self.ledger.rounds:  # else whole rounds tell more
                     self.ledger.enter(repeat, passes)
                     kept = ", ".join(self.labels[done.variant] for done, _ in passes)
                     self.begun = f"of the first round is kept: {kept}"
-                    if begun is not None:
-                        requests = begun.served.requests
+                    for requests in (one.served.requests for one in began):
                         ended = sum(not request.error for request in requests)
                         self.begun += f", {ended} of {len(requests)} requests, which count in no figure"
                 raise
@@ -112,9 +106,8 @@ class Session:
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
-        lost_cells = [(self.cells.get((variant, point.name)), why) for variant, why in self._absent.items()]
-        absent_cells = [(cell, why) for cell, why in lost_cells if cell is not None]
-        self.ledger.enter(repeat, passes, absent_cells)
+        lost_cells = ((self.cells.get((variant, point.name)), why) for variant, why in self._absent.items())
+        self.ledger.enter(repeat, passes, [(cell, why) for cell, why in lost_cells if cell is not None])
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
@@ -123,7 +116,7 @@ class Session:
             if not cell.kind.can.profiled:
                 continue
             try:
-                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+                with self._lending.lend(cell) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
                     assert isinstance(lent.subject, EngineSubject | Lease)
                     found, kernels = lent.subject.profile(items, cell.variant, point.name)
@@ -134,9 +127,7 @@ class Session:
                 self.profiles.append(found)
                 self.kernels += kernels
             if self._idle_wanted:
-                self.profile_rows.append(
-                    Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
-                )  # fmt: skip
+                self.profile_rows.append(Row(*cell.key, repeat, "gpu_idle_share", found.idle_share, ""))
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""

@@ -12,6 +12,7 @@ from experiments.lab.measure.costs import Found, Target, Watched
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
+from experiments.lab.points import keys
 from experiments.lab.spec import STEPS
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
@@ -32,10 +33,12 @@ from mini_infer.simulation.replica import Replica
 MOST_RANKS = 64  # that are looked at for a model that does not fit
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 OF_REPLICAS = (  # settings that replicas of given limits and costs read, and their router
-    *("engine.cache.block_size", "engine.cache.layout", "engine.cache.prefix_caching", "engine.cache.watermark"),
-    *("engine.scheduler.ageing_tokens_per_s", "engine.scheduler.batching", "engine.scheduler.chunked_prefill"),
-    *("engine.scheduler.max_num_batched_tokens", "engine.scheduler.max_num_seqs", "engine.scheduler.policy"),
-    *("engine.parallel.pipeline", "engine.parallel.routing", "engine.speculation"),
+    "engine.speculation",
+    *keys("engine.cache", "block_size layout prefix_caching watermark"),
+    *keys(
+        "engine.scheduler", "ageing_tokens_per_s batching chunked_prefill max_num_batched_tokens max_num_seqs policy"
+    ),
+    *keys("engine.parallel", "pipeline routing"),
 )
 FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 

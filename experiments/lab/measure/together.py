@@ -78,9 +78,8 @@ class OverRanks(Probe):
         error = found.pop(ERROR)
         assert error is not None
         if variant != self.aa:
-            self._gates[variant, point.name] = ErrorGate(
-                variant, point.name, error, self.spec.allowed_error, self.reference
-            )
+            of = variant, point.name
+            self._gates[of] = ErrorGate(*of, error, self.spec.allowed_error, self.reference)
         return found
 
 
@@ -122,8 +121,7 @@ class _Ranks:
 
     def _watch(self) -> None:
         while not self._why and not self.ended.wait(LOOK_S):
-            since = self._since
-            if since is not None:
+            if (since := self._since) is not None:
                 late = time.monotonic() - since > LIMIT_S
                 self._why = self._lost() or (f"ranks did not measure within {LIMIT_S:g} s: one hangs" if late else "")
         if self._why:
@@ -141,15 +139,13 @@ class _Ranks:
 def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[_Ranks]:
     """The other ranks end with it."""
     context: Any = mp.get_context(START)
-    store = open_store()
-    pipes = [context.Pipe() for _ in range(1, size)]
-    others = {
-        context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True): own
-        for rank, (own, end) in enumerate(pipes, 1)
-    }
-    for process in others:
-        process.start()
+    store, others = open_store(), dict[BaseProcess, Connection]()
     try:
+        for rank in range(1, size):
+            own, end = context.Pipe()
+            process = context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True)
+            process.start()
+            others[process] = own
         with torch.inference_mode():
             ranks = _Ranks(make(0, store), others)
             try:
