@@ -117,8 +117,8 @@ class Experiment:
     def with_baseline_again(self, labels: Mapping[str, str]) -> dict[str, str]:
         """The variants with their labels, and as the last one the baseline a second time, which is to show no
         difference, where `measure.aa` asks for it on this device: `aa` is its name then."""
-        again = self.settings.aa
-        if again is Again.never or (again is Again.auto and hardware.resolve(self.device) != "cuda"):
+        asked = self.settings.aa
+        if asked is Again.never or (asked is Again.auto and hardware.resolve(self.device) != "cuda"):
             return dict(labels)
         assert self.baseline is not None
         self.aa = f"{self.baseline} again"

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import urllib.parse
 import urllib.request
 import uuid
@@ -97,15 +98,9 @@ class Bench:
         lengths = {item.output_tokens for item in items}
         if len(lengths) > 1:
             raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
-        found: Served = self._process.call(
-            "serve",
-            "bench",
-            target=self._server.target,
-            prompts=[list(item.prompt) for item in items],
-            output_tokens=lengths.pop(),
-            concurrency=concurrency,
-            salt=self._server.salt,
-        )
+        asked = {"prompts": [list(item.prompt) for item in items], "output_tokens": lengths.pop()}
+        how = {"target": self._server.target, "salt": self._server.salt, "concurrency": concurrency}
+        found: Served = self._process.call("serve", "bench", **asked, **how)
         return found
 
     def forget(self) -> None:
@@ -147,8 +142,7 @@ def open_subject(
     target = replace(_target(server.about["url"], server.about["model"]), ours=kind.can.ours)
     if kind is Kind.vllm_served:
         return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
-    startup = server.about["startup"]
-    number = settings.served.api_processes
+    startup, number = server.about["startup"], settings.served.api_processes
     processes = "an API process" if number == 1 else f"{number} API processes"
     about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
     if startup["device"] != "cpu":
@@ -179,40 +173,17 @@ def _target(url: str, model: str) -> Target:
 
 
 class Server:
-    def __init__(self, config: EngineConfig, threads: int, api_processes: int = 1) -> None:
-        """
-        Args:
-            threads: of torch in the engine process.
+    """A server that runs: its command, its process, and what is to be known of it: url, model, api_pid, engine_pids and
+    what is its own."""
 
-        Raises:
-            ConfigError: the server refuses the settings.
-            RuntimeError: it has ended otherwise; its log says why.
-        """
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        arguments = [*OWN, f"--api-processes={api_processes}", *flags(config)]
-        self._process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(threads)})
-        assert self._process.stdout is not None
-        url = read_address(self._process.stdout)
-        if url is None:
-            code = self._process.wait()
-            if code == REFUSED:
-                raise ConfigError("mini-infer-serve refuses these settings; the log above says which")
-            raise RuntimeError(f"mini-infer-serve ended with code {code} before it served")
-        discard(self._process.stdout)
-        with urllib.request.urlopen(f"{url}/healthz") as answer:
-            health = json.load(answer)
-        self.about: Mapping[str, Any] = {
-            "url": url,
-            "model": health["model"],
-            "api_pid": self._process.pid,
-            "engine_pids": [replica["engine_pid"] for replica in health["replicas"]],
-            "startup": health["startup"],
-        }
+    def __init__(self, command: str, process: subprocess.Popen[Any]) -> None:
+        self._command, self.process = command, process
+        self.about: dict[str, Any] = {}
 
     def check(self) -> None:
         """Raises RuntimeError where it does not run any more."""
-        if self._process.poll() is not None:
-            raise RuntimeError(f"mini-infer-serve ended with code {self._process.returncode}")
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self._command} ended with code {self.process.returncode}")
 
 
 def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
@@ -245,4 +216,21 @@ def flags(config: EngineConfig, other: EngineConfig | None = None) -> list[str]:
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
-    return Server(config, settings["threads"], settings["api_processes"])
+    """mini-infer-serve. Raises ConfigError where it refuses the settings, and RuntimeError where it ends otherwise."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    arguments = [*OWN, f"--api-processes={settings['api_processes']}", *flags(config)]
+    process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(settings["threads"])})
+    assert process.stdout is not None
+    url = read_address(process.stdout)
+    if url is None and process.wait() == REFUSED:
+        raise ConfigError("mini-infer-serve refuses these settings; the log above says which")
+    if url is None:
+        raise RuntimeError(f"mini-infer-serve ended with code {process.returncode} before it served")
+    discard(process.stdout)
+    with urllib.request.urlopen(f"{url}/healthz") as answer:
+        health = json.load(answer)
+    server = Server("mini-infer-serve", process)
+    engine_pids = [replica["engine_pid"] for replica in health["replicas"]]
+    server.about = {"url": url, "api_pid": process.pid, "engine_pids": engine_pids}
+    server.about |= {key: health[key] for key in ("model", "startup")}
+    return server

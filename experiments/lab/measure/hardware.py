@@ -47,7 +47,7 @@ class Ceilings:
         """Of so many, each with a part of the work."""
         rates = {dtype: devices * rate for dtype, rate in self.matmul_tflop_s.items()}
         copy, read = devices * self.copy_gb_s, devices * self.read_gb_s
-        return self if devices == 1 else replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
+        return replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
 
     def tflop_s_of(self, dtype: str) -> float:
         """Those of 8 bits count at the fastest rate of theirs, since libraries' int8 is far behind fp8 and what
@@ -179,7 +179,7 @@ def cores() -> int:
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+    return found[0].strip() if found else None
