@@ -85,43 +85,41 @@ def experiment_list(conf: Path) -> str:
 
 
 def help_text(conf: Path) -> str:
-    chosen = defaults(conf)
-    rows = [
-        (group, "  ".join(option + "*" * (option == chosen.get(group)) for option in options))
-        for group, options in groups(conf).items()
-    ]
-    return "\n".join(
-        [
-            "mini-infer: run an experiment; it writes tables and a report with figures",
-            "",
-            "  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]",
-            "",
-            "Experiments",
-            experiment_list(conf),
-            "",
-            "Option groups (group=option; * is taken where nothing is said)",
-            _table(rows),
-            "",
-            "Without a choice scale is the one of that model, or the first that stands beside the experiment's name,",
-            "engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.",
-            "",
-            "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,",
-            "engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,",
-            "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
-            "--cfg job shows all of them with their values.",
-            "",
-            "A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.",
-            "With --resume it goes on where the same run, of the same commit, was cut off between two processes.",
-            "",
-            "Commands",
-            _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
-            "",
-            "Examples",
-            _table(EXAMPLES),
-            "",
-            "--hydra-help tells about Hydra's own flags.",
-        ]
-    )
+    taken = defaults(conf)
+    options = {
+        group: "  ".join(option + "*" * (option == taken.get(group)) for option in known)
+        for group, known in groups(conf).items()
+    }
+    commands = [(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]
+    return f"""\
+mini-infer: run an experiment; it writes tables and a report with figures
+
+  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]
+
+Experiments
+{experiment_list(conf)}
+
+Option groups (group=option; * is taken where nothing is said)
+{_table(list(options.items()))}
+
+Without a choice scale is the one of that model, or the first that stands beside the experiment's name,
+engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.
+
+Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,
+engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,
+measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;
+--cfg job shows all of them with their values.
+
+A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.
+With --resume it goes on where the same run, of the same commit, was cut off between two processes.
+
+Commands
+{_table(commands)}
+
+Examples
+{_table(EXAMPLES)}
+
+--hydra-help tells about Hydra's own flags."""
 
 
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:

@@ -156,12 +156,12 @@ def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
 def _store(results: Path, result: Result) -> Path:
     """Writes the result and returns its JSON's path. What cannot be written to its place goes to the system's folder
     for temporary files, and to the terminal where that fails too; then IncompleteRun is raised."""
+    folder = results / store.run_path(result.info).parent
     try:
         with exclusive(results):
             return store.write_run(results, result)
     except (StoreError, OSError) as error:
         problem = str(error)
-    folder = results / store.run_path(result.info).parent
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
     except (StoreError, OSError) as error:

@@ -15,10 +15,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.runtime import preflight
 
 ABLATION = "experiments.ablation.Ablation"
-READ = (  # whatever is measured
-    *("workload", "hardware", "peers.processes", "measure.aa", "measure.points", "measure.predict", "measure.repeats"),
-    *("measure.seed", "measure.system"),
-)
+READ = ("workload", "hardware", "peers.processes", *points.keys("measure", "aa points predict repeats seed system"))
 NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhost:8000, say"
 
 

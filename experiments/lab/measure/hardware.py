@@ -141,11 +141,8 @@ def facts(device: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_properties(0).name
-        found["gpus"] = torch.cuda.device_count()
-        found["gpu_memory_gib"] = gpu_memory_gib()
-        found["cuda"] = torch.version.cuda
-        found["driver"] = _driver()
+        found |= {"gpu": name("cuda"), "gpus": torch.cuda.device_count(), "gpu_memory_gib": gpu_memory_gib()}
+        found |= {"cuda": torch.version.cuda, "driver": _driver()}
     return found
 
 

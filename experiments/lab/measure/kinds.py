@@ -62,18 +62,19 @@ _VLLM = (
     *keys("engine.cache", "block_size dtype layout num_blocks prefix_caching"),
     *keys("engine.scheduler", "batching chunked_prefill max_num_batched_tokens max_num_seqs policy preemption"),
 )
+_HF_CONTINUOUS = (
+    *(*_HF, *keys("engine.cache", "block_size num_blocks")),
+    *keys("engine.scheduler", "max_num_batched_tokens max_num_seqs"),
+)
+_VLLM_SERVER = (*_VLLM, "engine.parallel.replicas")
+_VLLM_SERVED = (*_VLLM_SERVER, "peers.client")
+_BENCH = ("engine", "peers.served", "peers.vllm")
+_HTTP = (*_MODEL, "peers.http", "peers.client")
 SYSTEMS = {
     Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True, reads=_OURS),
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False, reads=_HF),
     Kind.hf_continuous: System(
-        "transformers continuous batching",
-        "experiments.lab.peers.hf_continuous",
-        chains=False,
-        reads=(
-            *_HF,
-            *keys("engine.cache", "block_size num_blocks"),
-            *keys("engine.scheduler", "max_num_batched_tokens max_num_seqs"),
-        ),
+        "transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False, reads=_HF_CONTINUOUS
     ),
     Kind.vllm: System(
         "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
@@ -82,20 +83,9 @@ SYSTEMS = {
         "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")
     ),
     Kind.vllm_served: System(
-        "vLLM over HTTP",
-        over_http=True,
-        own_weights=True,
-        caches=True,
-        needs_gpu=True,
-        reads=(*_VLLM, "engine.parallel.replicas", "peers.client"),
+        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM_SERVED
     ),
-    Kind.served_bench: System(
-        "vllm bench serve",
-        client_of=Kind.served,
-        open_loop=False,
-        chains=False,
-        reads=("engine", "peers.served", "peers.vllm"),
-    ),
+    Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, reads=_BENCH),
     Kind.vllm_bench: System(
         "vllm bench serve on vLLM",
         client_of=Kind.vllm_served,
@@ -103,15 +93,9 @@ SYSTEMS = {
         open_loop=False,
         chains=False,
         needs_gpu=True,
-        reads=(*_VLLM, "engine.parallel.replicas"),
+        reads=_VLLM_SERVER,
     ),
     Kind.simulated: System("mini-infer, simulated", steps=True, caches=True, reads=("engine", "measure.costs")),
-    Kind.http: System(
-        "an OpenAI server",
-        over_http=True,
-        own_weights=True,
-        elsewhere=True,
-        reads=(*_MODEL, "peers.http", "peers.client"),
-    ),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True, reads=_HTTP),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

@@ -83,13 +83,7 @@ class Layouts:
     """
 
     def __init__(
-        self,
-        config: DictConfig,
-        simulator: Simulator,
-        base: Settings,
-        items: Sequence[Item],
-        slo: SLO,
-        share: float,
+        self, config: DictConfig, simulator: Simulator, base: Settings, items: Sequence[Item], slo: SLO, share: float
     ) -> None:
         self._config, self._simulator, self._base, self._items = config, simulator, base, items
         self._slo, self._share = slo, share
@@ -131,7 +125,11 @@ class Layouts:
             limits = replace(setup.limits, num_blocks=max(blocks, setup.limits.num_blocks))
             items = [replace(item, arrival_s=None) for item in self._items]
             served = drive(replace(setup, limits=limits).cluster(), items, 1)
-            due = [_arrived_at(*one) for one in zip(served.requests, self._items, strict=True)]
+            due = []  # as if each had come when its item is due
+            for trace, item in zip(served.requests, self._items, strict=True):
+                arrival = trace.arrival if item.arrival_s is None else item.arrival_s
+                times = tuple([time + (arrival - trace.arrival) for time in trace.token_times])
+                due.append(replace(trace, arrival=arrival, token_times=times))
             served = replace(served, requests=tuple(due))
             self._alone[key] = self._planned(one, 1, served, setup, self._slo, alone=True)
         return self._alone[key]._replace(settings=settings)
@@ -141,8 +139,7 @@ class Layouts:
     ) -> Plan:
         if not (setup.found.bound and self.sources):  # that of one bound says what is known beside it
             self.sources[f"What steps take: {setup.found.source}."] = None
-        if self._workload.has_ramps:
-            served = served.without_ramps()
+        served = self._in_window(served)
         gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
         changed = {key: value for key, value in settings.items() if value != self._base[key]}
         changed.pop(PREFILL_SHARE, None)
@@ -160,15 +157,17 @@ class Layouts:
 
     def _require_enough(self) -> None:
         """Counted as a pass would be; before anything is simulated."""
-        due = [RequestTrace(0, 0, item.arrival_s or 0.0, (), ()) for item in self._items]
-        served = Served(tuple(due), 0.0, 0.0)
-        counted = len((served.without_ramps() if self._workload.has_ramps else served).counted)
+        due = tuple(RequestTrace(0, 0, item.arrival_s or 0.0, (), ()) for item in self._items)
+        counted = len(self._in_window(Served(due, 0.0, 0.0)).counted)
         if counted < stats.MEDIAN_SAMPLES:
             raise ConfigError(
                 f"too few requests to plan with: {counted} of {len(due)} come neither at the beginning nor at the end, "
                 f"and a median takes {stats.MEDIAN_SAMPLES}: raise workload."
                 f"{'limit' if self._workload.kind == 'trace' else 'count'}"
             )
+
+    def _in_window(self, served: Served) -> Served:
+        return served.without_ramps() if self._workload.has_ramps else served
 
 
 def engine_of(config: DictConfig, settings: Settings, replicas: int) -> EngineConfig:
@@ -186,11 +185,3 @@ def counted(settings: Settings, engines: int) -> dict[str, int]:
         return {REPLICAS: engines}
     prompts = min(max(1, round(share * engines)), engines - 1)
     return {"engine.parallel.prefill": prompts, "engine.parallel.decode": engines - prompts}
-
-
-def _arrived_at(trace: RequestTrace, item: Item) -> RequestTrace:
-    """As if it had come when the item is due."""
-    if item.arrival_s is None:
-        return trace
-    later = item.arrival_s - trace.arrival
-    return replace(trace, arrival=item.arrival_s, token_times=tuple([time + later for time in trace.token_times]))

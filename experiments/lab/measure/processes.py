@@ -98,20 +98,18 @@ def seed_of(base: int, seed: int, process: int) -> int:
 
 def seeded(config: DictConfig, process: int) -> DictConfig:
     """The config of one process: prompts, lengths and arrivals (measure.seed), sampling and random weights."""
-    own = config.copy()
-    seed = config.measure.seed
+    seed, changed = config.measure.seed, dict[str, Any]()
     for key in SEEDS:
         if (base := OmegaConf.select(config, key)) is not None:
-            OmegaConf.update(own, key, seed_of(base, seed, process))
-    OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
-    OmegaConf.update(own, "measure.gates", config.measure.gates and process == 0)
-    profiled = OmegaConf.select(config, "experiment.profile")
-    if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
-        OmegaConf.update(own, "experiment.profile", [])  # the first process's are looked at
+            changed[key] = seed_of(base, seed, process)
     for key in PEER_PROCESSES:
         if (count := OmegaConf.select(config, key)) is not None:
-            OmegaConf.update(own, key, max(0, count - process))
-    return own
+            changed[key] = max(0, count - process)
+    profiled = OmegaConf.select(config, "experiment.profile")
+    if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
+        changed["experiment.profile"] = []  # the first process's are looked at
+    gates = config.measure.gates and process == 0
+    return schema.with_values(config, {**changed, "measure.seed": seed_of(seed, 0, process), "measure.gates": gates})
 
 
 def _here(config: DictConfig, steps: Steps) -> Findings:

@@ -34,32 +34,24 @@ ROLES = (
 # kernels some are named by how they work: those of gemv.py, and of the sampler all. A router's picks the best, as a
 # sampler's does, and ours has a norm in it.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
-_ROLE_PATTERNS = (
-    (
-        "rows",
-        r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$",
-    ),
-    ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("adapter", r"^_(group|shrink|expand)_kernel$"),
-    ("router", r"route_kernel$|topk_?(gating|softmax)|grouped_topk"),
-    (
-        "experts",
-        r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|moe_(align|sum)|expert",
-    ),
-    ("latent", r"^_head_products_kernel$|cache_mla"),
-    (
-        "attention",
-        r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|^_(split_rows|merge_parts|merge)_kernel$",
-    ),
-    (
-        "linear",
-        r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot|linear|quant_linear|quantize|dequantize)_kernel$",
-    ),
-    ("norm", r"norm|rsqrt"),
-    ("rope", r"rope|rotary"),
-    ("silu", r"silu|swiglu"),
-    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$"),
-)
+_ROLE_PATTERNS = {
+    "rows": r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|"
+    r"^_(gather|settle)$",
+    "copy": r"memcpy|memset|direct_copy|CatArray",
+    "adapter": r"^_(group|shrink|expand)_kernel$",
+    "router": r"route_kernel$|topk_?(gating|softmax)|grouped_topk",
+    "experts": r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|"
+    r"moe_(align|sum)|expert",
+    "latent": r"^_head_products_kernel$|cache_mla",
+    "attention": r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|"
+    r"^_(split_rows|merge_parts|merge)_kernel$",
+    "linear": r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|"
+    r"^_(fma|dot|linear|quant_linear|quantize|dequantize)_kernel$",
+    "norm": r"norm|rsqrt",
+    "rope": r"rope|rotary",
+    "silu": r"silu|swiglu",
+    "sample": r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$",
+}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 NAME_LENGTH = 56
@@ -149,7 +141,9 @@ def analyse(
 
 def role(name: str) -> str:
     """What a kernel is for, guessed from its whole name."""
-    return next((found for found, pattern in _ROLE_PATTERNS if re.search(pattern, name, re.IGNORECASE)), "other")
+    return next(
+        (found for found, pattern in _ROLE_PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), "other"
+    )
 
 
 def role_of(row: KernelRow) -> str:

@@ -27,7 +27,7 @@ from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
-from mini_infer.core.request import FinishReason, RequestOutput
+from mini_infer.core.request import FinishReason
 from mini_infer.modeling.loader import outline, resolve_device
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
@@ -132,33 +132,32 @@ def drive(
                 raise
             outputs, last_error = [], f"{type(error).__name__}: {error}"
         outcomes.answered()
+        failed = {
+            FinishReason.error: last_error or "the engine could not finish it",
+            FinishReason.abort: "it was aborted",
+        }
         for output in outputs:
             if output.finished:
-                end(output)
+                (completion,) = output.outputs
+                metrics = completion.metrics
+                assert metrics is not None
+                outcomes.end(
+                    outcomes.index_of[output.request_id],
+                    failed.get(completion.finish_reason, "") if completion.finish_reason else "",
+                    metrics.token_times,
+                    completion.token_ids,
+                    cached_tokens=metrics.num_cached_tokens,
+                    first_scheduled=metrics.first_scheduled_time,
+                    preemptions=metrics.num_preemptions,
+                )
         tell(len(outcomes.traces), len(items))
         return True
 
-    def end(output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        metrics, reason = completion.metrics, completion.finish_reason
-        assert metrics is not None
-        failed = last_error or "the engine could not finish it"
-        outcomes.end(
-            outcomes.index_of[output.request_id],
-            {FinishReason.error: failed, FinishReason.abort: "it was aborted"}.get(reason, "") if reason else "",
-            metrics.token_times,
-            completion.token_ids,
-            cached_tokens=metrics.num_cached_tokens,
-            first_scheduled=metrics.first_scheduled_time,
-            preemptions=metrics.num_preemptions,
-        )
-
-    observe = records.append
-    engine.observers.append(observe)
+    engine.observers.append(records.append)
     try:
         return outcomes.run(concurrency, send, advance, records)
     finally:
-        engine.observers.remove(observe)
+        engine.observers.remove(records.append)
 
 
 class MemoryWatch:
@@ -331,12 +330,11 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
     """Raises ConfigError where a peer cannot do what the workload asks."""
-    asks = {
-        "requests that follow others": (kind.can.chains, any(item.follows is not None for item in items)),
-        "priorities": (kind.can.chains, any(item.priority for item in items)),
-        "arrival times (an open loop)": (kind.can.open_loop, any(item.arrival_s is not None for item in items)),
-    }
-    for what, (can, asked) in asks.items():
+    for what, can, asked in (
+        ("requests that follow others", kind.can.chains, any(item.follows is not None for item in items)),
+        ("priorities", kind.can.chains, any(item.priority for item in items)),
+        ("arrival times (an open loop)", kind.can.open_loop, any(item.arrival_s is not None for item in items)),
+    ):
         if asked and not can:
             raise ConfigError(
                 f"experiment.variants.{variant}: the kind {kind.value} cannot serve {what}, which the workload has. "
