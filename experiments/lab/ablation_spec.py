@@ -49,9 +49,8 @@ class AblationSpec(ExperimentSpec):
         if not self.variants:
             raise ConfigError("experiment.variants is empty: name at least one variant and its changes")
         if self.baseline not in self.variants:
-            raise ConfigError(
-                f"experiment.baseline={self.baseline!r} is no variant; variants: {', '.join(self.variants)}"
-            )
+            known = ", ".join(self.variants)
+            raise ConfigError(f"experiment.baseline={self.baseline!r} is no variant; variants: {known}")
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
@@ -61,13 +60,9 @@ class AblationSpec(ExperimentSpec):
                 f"share between 0 and 1. Measured: {', '.join(self.metrics)}"
             )
         super().__post_init__()
-        profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
-        if profiled and not self.profile:
-            raise ConfigError(
-                f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
-            )
-        missing = [name for name in (FOUND, KEPT) if name not in self.metrics]
-        if self.search.rates and missing:
+        if not self.profile and (profiled := [name for name in self.metrics if name in formulas.OF_PROFILES]):
+            raise ConfigError(f"the metric {profiled[0]} is of profiled steps: name their points in experiment.profile")
+        if self.search.rates and (missing := [name for name in (FOUND, KEPT) if name not in self.metrics]):
             raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
         if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
