@@ -179,19 +179,6 @@ def _frozen(value: Any) -> Any:
     return cls(**values) if is_dataclass(cls) else values
 
 
-def packed(config: DictConfig) -> tuple[dict[str, Any], str | None]:
-    """A composed config for another process: plain values, and the kind of its workload. `unpacked` takes them."""
-    return plain(config), None if config.workload is None else workload(config).kind
-
-
-def unpacked(values: Mapping[str, Any], kind: str | None) -> DictConfig:
-    """The config of `packed`, with the types of its schema."""
-    config = node(RunConfig)
-    if kind is not None:
-        config.workload = node(WORKLOADS[kind])
-    return typing.cast(DictConfig, OmegaConf.merge(config, values))
-
-
 def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved config as nested dicts of JSON values."""
     return typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, enum_to_str=True))

@@ -125,7 +125,7 @@ def _in_child(config: DictConfig, steps: Steps) -> Findings:
         set_start_method("spawn", force=True)  # joblib's workers have one of its own, which a child would not know
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(theirs, *schema.packed(config)))
+    child = context.Process(target=_child, args=(theirs, config))
     child.start()
     theirs.close()
     try:
@@ -179,16 +179,16 @@ class _Relay(Steps):
         self._send(("tell", (done, total)))
 
 
-def _child(connection: Connection, *packed: Any) -> None:
+def _child(connection: Connection, config: DictConfig) -> None:
     os.setsid()
     interrupts.listen(*interrupts.STOPS)
-    _answer(connection, *packed)
+    _answer(connection, config)
 
 
-def _answer(connection: Connection, *packed: Any) -> None:
+def _answer(connection: Connection, config: DictConfig) -> None:
     """Measures, and sends the findings or what stopped it."""
     try:
-        found = _here(schema.unpacked(*packed), _Relay(connection))
+        found = _here(config, _Relay(connection))
         if found.error is not None:
             traceback.print_exception(found.error)
         answer: tuple[str, Any] = ("findings", replace(found, error=found.error and _portable(found.error)))
