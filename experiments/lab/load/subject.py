@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -22,7 +22,7 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
+from experiments.lab.peers.settings import HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.cli.arguments import REFUSED
 from mini_infer.cli.server_process import discard, read_address, start_server
@@ -37,30 +37,31 @@ BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 
+@dataclass
 class OverHTTP:
-    """`server` is the process that holds it, where this run has started it."""
-
-    def __init__(
-        self, name: str, target: Target, about: Mapping[str, Any], clients: ClientSettings, server: PeerProcess | None
-    ) -> None:
-        self.name, self.about, self.target = name, about, target
-        self._clients, self._server, self._closed = Clients(target, clients), server, False
-        self._run = uuid.uuid4().hex[:8]  # a server may have lived before, and live on
-        self._forgot = 0  # times
+    name: str
+    target: Target
+    about: Mapping[str, Any]
+    _clients: Clients
+    _server: PeerProcess | None  # the process that holds it, where this run has started it
+    _closed: bool = False
+    _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])  # a server may have lived before, and live on
+    _forgot: int = 0  # times
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         try:
-            before = self._cpu()
-            served = self._clients.serve(items, concurrency, self.salt)
             if self._server is None:
-                return served
+                return self._clients.serve(items, concurrency, self.salt)
+            before = cpu_seconds(self._server.about)
+            served = self._clients.serve(items, concurrency, self.salt)
             self._server.call("serve", "check")
-            api_s, engine_s = (after - first for after, first in zip(self._cpu(), before, strict=True))
+            after = cpu_seconds(self._server.about)
         except BaseException:
             self.close()
             raise
         assert served.host is not None
         # Of prompts of which it found nothing vLLM's says nothing.
+        api_s, engine_s = after[0] - before[0], after[1] - before[1]
         return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s, tells_cached=True))
 
     def forget(self) -> None:
@@ -80,10 +81,6 @@ class OverHTTP:
         self._clients.close()
         if self._server is not None:
             self._server.close()
-
-    def _cpu(self) -> tuple[float, ...]:
-        """Seconds that the API processes and the engine process have used so far."""
-        return () if self._server is None else cpu_seconds(self._server.about)
 
 
 class Bench:
@@ -137,17 +134,18 @@ def open_subject(
     if kind.can.elsewhere:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
-        return OverHTTP(kind.label, target, found, settings.client, None)
+        return OverHTTP(kind.label, target, found, Clients(target, settings.client), None)
     server = server or start(kind, config, settings, threads)
     target = replace(_target(server.about["url"], server.about["model"]), ours=kind.can.ours)
+    clients = Clients(target, settings.client)
     if kind is Kind.vllm_served:
-        return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
+        return OverHTTP(kind.label, target, server.about["settings"], clients, server)
     startup, number = server.about["startup"], settings.served.api_processes
     processes = "an API process" if number == 1 else f"{number} API processes"
     about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
     if startup["device"] != "cpu":
         about |= {"started in": f"{startup['seconds']:.1f} s"}
-    return OverHTTP(kind.label, target, about, settings.client, server)
+    return OverHTTP(kind.label, target, about, clients, server)
 
 
 def find(settings: HTTPSettings) -> Target:

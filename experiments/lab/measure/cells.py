@@ -89,22 +89,18 @@ class Lent:
             self.served.clear()
 
 
+@dataclass
 class Lending:
-    """
-    Args:
-        keep: what was opened for a variant stays open, whatever else runs meanwhile, until `close`. Its settings may
-            then not change.
-        tell: as of subjects.drive, of engines in this process.
-
-    Attributes:
-        about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
-            or what its first engine turned out to be.
-    """
-
-    def __init__(self, keep: bool, peers: Peers, simulator: Simulator, tell: Callable[[int, int], None]) -> None:
-        self._keep, self._peers, self._simulator, self._tell = keep, peers, simulator, tell
-        self._kept: dict[str, Lent] = {}
-        self.about: dict[str, list[dict[str, Any]]] = {}
+    # What was opened for a variant stays open, whatever else runs meanwhile, until `close`. Its settings may then not
+    # change.
+    keep: bool
+    peers: Peers
+    simulator: Simulator
+    tell: Callable[[int, int], None]  # as of subjects.drive, of engines in this process
+    # Of each variant, its peer's version and settings (of one whose settings differ between points, several), or what
+    # its first engine turned out to be.
+    about: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _kept: dict[str, Lent] = field(default_factory=dict)
 
     @contextmanager
     def lend(self, cell: Cell) -> Iterator[Lent]:
@@ -118,12 +114,12 @@ class Lending:
         about, told = self.about.setdefault(variant, []), lent.subject.about
         if told and told not in about and not (about and cell.kind.can.steps):  # which takes another time to start
             about.append(dict(told))
-        if self._keep:
+        if self.keep:
             self._kept[variant] = lent
         try:
             yield lent
         finally:
-            if not self._keep:
+            if not self.keep:
                 lent.subject.close()
 
     def close(self) -> None:
@@ -132,13 +128,13 @@ class Lending:
 
     def _open(self, kind: Kind, config: EngineConfig) -> Subject:
         if kind is Kind.simulated:
-            return SimulatedSubject(self._simulator.setup(config))
+            return SimulatedSubject(self.simulator.setup(config))
         if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
             gc.collect()
             torch.cuda.empty_cache()
-        subject = self._peers.open(kind, config) or open_subject(kind, config)
+        subject = self.peers.open(kind, config) or open_subject(kind, config)
         if isinstance(subject, EngineSubject):
-            subject.tell = self._tell
+            subject.tell = self.tell
         return subject
 
 

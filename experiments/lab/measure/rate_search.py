@@ -104,32 +104,33 @@ class Undecided(Exception):
     again, as every pass is."""
 
 
+@dataclass
 class Searches:
     """The searches of a run: one a variant and repeat. `visited` are the names of the points that were measured."""
 
-    def __init__(
-        self, session: Session, settings: RateSearch, points: Sequence[Point], inputs: Callable[[Point], Inputs]
-    ) -> None:
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.visited: set[str] = set()
-        self._session, self._settings, self._points, self._inputs = session, settings, points, inputs
+    session: Session
+    settings: RateSearch
+    points: Sequence[Point]  # of the settings
+    inputs: Callable[[Point], Inputs]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    visited: set[str] = field(default_factory=set)
 
     def round(self, repeat: int) -> None:
-        for variant in self._session.order(repeat):
+        for variant in self.session.order(repeat):
             self._search(variant, repeat)
 
     def _search(self, variant: str, repeat: int) -> None:
-        session, settings, rates = self._session, self._settings, self._settings.rates
+        session, settings, rates = self.session, self.settings, self.settings.rates
         shares: dict[int, float] = {}
         bursts: list[float] = []
         of = f"{session.labels[variant]}, search {repeat + 1}"
 
         def meets(index: int) -> bool:
-            point = self._points[index]
+            point = self.points[index]
             self.visited.add(point.name)
             planned = index < settings.own
-            rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, planned)
+            rows = session.alone(session.cells[variant, point.name], self.inputs(point), repeat, planned)
             kept = next(row for row in reversed(rows) if row.metric == KEPT)
             if not kept.valid:
                 raise Undecided(f"the pass at {rates[index]:g}/s does not count: {kept.reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Set
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
@@ -28,40 +29,32 @@ from experiments.lab.workloads import Inputs
 ATTEMPTS = 3  # at a pass, where the machine changes its speed
 
 
+@dataclass
 class Session:
-    def __init__(
-        self,
-        terms: Terms,
-        measured: Mapping[Key, Cell],
-        repeats: int,
-        steps: Steps,
-        spec: AblationSpec,
-        peers: PeerSettings,
-        simulator: Simulator,
-        aa: str | None = None,
-        left_out: Set[str] = frozenset(),
-    ) -> None:
-        """
-        Args:
-            aa: the baseline's second arm, of which some points have no cell.
-            left_out: variants that this process does not measure.
-        """
-        self.ledger = Ledger(terms)
-        self.profiles: list[StepProfile] = []
-        self.kernels: list[KernelRow] = []
-        self.profile_rows: list[Row] = []
-        self.notes: list[str] = []
-        self.begun = ""  # what is kept of the first round, where Ctrl-C came before its end
-        self.labels, self.cells = terms.labels, measured
-        self._repeats, self._steps, self._aa, self._left_out = repeats, steps, aa, left_out
-        self._idle_wanted = "gpu_idle_share" in spec.metrics
-        self._peers = Peers(peers)
-        self._lending = Lending(spec.keep_engines, self._peers, simulator, steps.within)
+    terms: InitVar[Terms]
+    cells: Mapping[Key, Cell]
+    repeats: int
+    steps: Steps
+    spec: AblationSpec
+    peer_settings: InitVar[PeerSettings]
+    simulator: InitVar[Simulator]
+    aa: str | None = None  # the baseline's second arm, of which some points have no cell
+    left_out: Set[str] = frozenset()  # variants that this process does not measure
+    profiles: list[StepProfile] = field(default_factory=list)
+    kernels: list[KernelRow] = field(default_factory=list)
+    profile_rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    begun: str = ""  # what is kept of the first round, where Ctrl-C came before its end
+
+    def __post_init__(self, terms: Terms, peer_settings: PeerSettings, simulator: Simulator) -> None:
+        self.ledger, self.labels = Ledger(terms), terms.labels
+        self._peers = Peers(peer_settings)
+        self._lending = Lending(self.spec.keep_engines, self._peers, simulator, self.steps.within)
         self._absent: dict[str, str] = {}  # variant -> why
-        devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
+        devices = [cell.engine.model.device for cell in self.cells.values() if cell.kind is not Kind.simulated]
         self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
-        for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
-            if cell.variant not in left_out and cells.starts_untimed(cell):
+        for cell in self.cells.values() if self.spec.keep_engines else ():  # which all have room side by side
+            if cell.variant not in self.left_out and cells.starts_untimed(cell):
                 self._peers.begin(cell.kind, cell.engine)
 
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
@@ -69,9 +62,9 @@ class Session:
         those peers are there: nothing is timed while they load."""
         if not self._peers.begun:
             return
-        self._steps.note("engines start, and others load")
+        self.steps.note("engines start, and others load")
         for cell in self.cells.values():
-            first = cell.variant == cell.engine_of and cell.variant not in self._left_out
+            first = cell.variant == cell.engine_of and cell.variant not in self.left_out
             here = cell.kind is Kind.engine and cell.point.name in inputs
             if first and here and cells.starts_untimed(cell):
                 with self._lending.lend(cell) as lent:
@@ -84,7 +77,7 @@ class Session:
         order = [variant for variant in self.order(repeat, again=True) if (variant, point.name) in self.cells]
         for cell in (self.cells[variant, point.name] for variant in order):
             try:
-                self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+                self._next(cell, f"repeat {repeat + 1} of {self.repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except KeyboardInterrupt as stop:
                 began = [stop.begun] if isinstance(stop, CutOff) and stop.begun and not passes else []
@@ -126,20 +119,20 @@ class Session:
             if repeat == 0:
                 self.profiles.append(found)
                 self.kernels += kernels
-            if self._idle_wanted:
+            if "gpu_idle_share" in self.spec.metrics:
                 self.profile_rows.append(Row(*cell.key, repeat, "gpu_idle_share", found.idle_share, ""))
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
-        left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
+        left_out = {*self._absent, *self.left_out, *(() if again else (self.aa,))}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, planned: bool = True) -> list[Row]:
         """One variant at one point, once: its rows, repeated attempts first. `planned`: among the steps to be made."""
         if planned:
-            self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+            self._next(cell, f"repeat {repeat + 1} of {self.repeats}")
         else:
-            self._steps.note(f"{self.labels[cell.variant]}, beyond the range, {cell.point.name}")
+            self.steps.note(f"{self.labels[cell.variant]}, beyond the range, {cell.point.name}")
         self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
         return self.ledger.rounds[-1].rows
 
@@ -159,12 +152,12 @@ class Session:
         return self._watch.summary()
 
     def _next(self, cell: Cell, what: str) -> None:
-        self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+        self.steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
         while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
-            self._steps.note(f"again, because {problem}")
+            self.steps.note(f"again, because {problem}")
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

@@ -48,22 +48,43 @@ class EngineSubject:
             self._step_costs = self.engine.executor.step_costs()
             self.engine.core.reset()
         self.about = _facts(self.engine.startup)
-        self._memory = MemoryWatch(config)
-        self._compiled = compiled_kernels() if resolve_device(config.model).type == "cuda" else []
+        device = resolve_device(config.model).type
+        self._on_gpu = device == "cuda" and config.model.load_format is not LoadFormat.dry
+        self._model = None  # whose bytes are counted, since on a CPU nobody tells them; the dry model has none
+        if device == "cpu" and config.model.load_format is not LoadFormat.dry:
+            self._model = outline(*served_as(config, device))
+        self._compiled = compiled_kernels() if device == "cuda" else []
         self.tell: Callable[[int, int], None] = lambda ended, total: None
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        self._memory.start()
-        known = len(self._compiled)
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        known, reserved = len(self._compiled), self._reserved()
         served = drive(self.engine, items, concurrency, tell=self.tell)
         return replace(
             served,
-            peak_memory=self._memory.peak(served.records),
-            memory_growth=self._memory.growth(),
+            peak_memory=self._peak_memory(served.records),
+            memory_growth=max(0, self._reserved() - reserved),
             compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
             kv_token_bytes=self.engine.startup.kv_token_bytes or None,
         )
+
+    def _reserved(self) -> int:
+        """Bytes that torch's allocator has taken from the GPU."""
+        return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
+
+    def _peak_memory(self, records: Sequence[StepRecord]) -> int | None:
+        """Bytes at the fullest moment of a pass; None of the dry model.
+
+        On a GPU: what torch's allocator had given out, which includes the whole KV pool. On a CPU the process's own
+        high water would mostly be torch itself, so it is the weights and the KV blocks in use at the fullest step.
+        """
+        if self._model is None:
+            return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
+        most = max((record.kv.used_blocks for record in records), default=0)
+        block = self._model.kv_layout.bytes_per_block(self.engine.config.cache.block_size)
+        return self._model.weight_bytes() + most * block
 
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
@@ -158,37 +179,6 @@ def drive(
         return outcomes.run(concurrency, send, advance, records)
     finally:
         engine.observers.remove(records.append)
-
-
-class MemoryWatch:
-    """Bytes at the fullest moment of a pass.
-
-    On a GPU: what torch's allocator had given out, which includes the whole KV pool. On a CPU the process's own high
-    water would mostly be torch itself, so it is the weights and the KV blocks in use at the fullest step.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        dry = config.model.load_format is LoadFormat.dry  # which holds no weights and no KV
-        device = "" if dry else resolve_device(config.model).type
-        self._on_gpu, self._reserved = device == "cuda", 0
-        self._model = outline(*served_as(config, device)) if device == "cpu" else None
-        self._block_size = config.cache.block_size
-
-    def start(self) -> None:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self._reserved = torch.cuda.memory_reserved()
-
-    def peak(self, records: Sequence[StepRecord]) -> int | None:
-        """Since `start`; None of the dry model."""
-        if self._model is None:
-            return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
-        most = max((record.kv.used_blocks for record in records), default=0)
-        return self._model.weight_bytes() + most * self._model.kv_layout.bytes_per_block(self._block_size)
-
-    def growth(self) -> int:
-        """Bytes that torch's allocator took from the GPU since `start`."""
-        return max(0, int(torch.cuda.memory_reserved()) - self._reserved) if self._on_gpu else 0
 
 
 @functools.cache
