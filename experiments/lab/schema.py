@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.check import Checked, Count, Natural, Positive
-from experiments.lab.explain import describe, suggest
+from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.settings import PeerSettings
@@ -225,17 +225,10 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def experiment_class(config: DictConfig) -> Any:
     """The class that `experiment._target_` names."""
     target = config.experiment.get("_target_")
-    if not isinstance(target, str) or "." not in target:
-        raise ConfigError(
-            "experiment._target_ must name the class that runs the experiment, such as experiments.ablation.Ablation; "
-            f"got {target!r}"
-        )
-    module_name, _, name = target.rpartition(".")
     try:
-        found = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"experiment._target_={target} cannot be imported: {error}") from error
-    if name not in found:
-        classes = [key for key, value in found.items() if hasattr(value, "from_config")]
-        raise ConfigError(f"experiment._target_={target}: no such class in {module_name}{suggest(name, classes)}")
-    return found[name]
+        return get_class(target)
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"experiment._target_={target} must name the class that runs the experiment, such as "
+            f"experiments.ablation.Ablation: {error}"
+        ) from error

@@ -103,11 +103,14 @@ def test_what_times_its_own_steps_or_sums_starts_alone(settings, untimed):
 
 def test_an_engine_that_was_warm_is_warmed_up_briefly():
     asked = []
-    subject = SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0))
+    subject = SimpleNamespace(
+        serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0), forget=lambda: None
+    )
     lent = cells.Lent(subject)
     items = [Item((index,), length) for index, length in enumerate((100, 8, 30))]
     for point in ("a", "a", "b"):
-        lent.warm_up(point, items, 3)
+        cell = SimpleNamespace(point=SimpleNamespace(name=point), workload=SimpleNamespace(in_flight=3))
+        cells.warm_up(cell, SimpleNamespace(warmup=items), lent)
     assert [[item.output_tokens for item in one] for one in asked] == [[100, 8, 30], [16, 8], [100, 8, 30]]
 
 

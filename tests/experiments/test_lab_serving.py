@@ -114,7 +114,7 @@ def drive(items, answer, places=1, hang_up=False):
     async def run():
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        job = Drive(items, Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
+        job = Drive(items, range(len(items)), Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
         await job.connect(places)
         await job.run(time.perf_counter() + 0.01, places)
         listener.close()
@@ -173,7 +173,7 @@ def test_arrivals_are_kept_whoever_is_busy():
 
 def test_nobody_listens():
     async def run():
-        job = Drive([Item((1,), 1)], Target("127.0.0.1", 1, "/v1/completions", "x"), "")
+        job = Drive([Item((1,), 1)], [0], Target("127.0.0.1", 1, "/v1/completions", "x"), "")
         await job.connect(1)
 
     with pytest.raises(OSError, match="1"):
@@ -183,13 +183,10 @@ def test_nobody_listens():
 # --- several processes ---------------------------------------------------------------------------------------------
 
 
-def test_requests_and_places_are_dealt_out_evenly_and_conversations_stay_together():
+def test_requests_are_dealt_out_evenly_and_conversations_stay_together():
     items = [Item((1,), 1), Item((2,), 1), Item((3,), 1, follows=0), Item((4,), 1), Item((5,), 1, follows=2)]
-    first, second = client.split(items, 5, 2)
-    assert (first.indices, [item.follows for item in first.items]) == ([0, 2, 3, 4], [None, 0, None, 1])
-    assert second.indices == [1]
-    assert (first.places, second.places) == (3, 2)
-    assert len(client.split(items[:1], 1, 1)) == 1
+    assert client.deal(items, 2) == [[0, 2, 3, 4], [1]]
+    assert client.deal(items[:1], 2) == [[0], []]
 
 
 @pytest.mark.parametrize(("in_flight", "cpus", "expected"), [(1, 16, 1), (64, 16, 1), (256, 16, 4), (256, 4, 2)])

@@ -14,14 +14,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure import hardware
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
-from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.measure.traces import HostUse, Served
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
@@ -65,25 +65,28 @@ class Target:
 
 
 class Drive:
-    """One pass. Requests are made, and connections opened, before the clock starts."""
+    """The requests of a pass that are this process's own. They are made, and connections opened, before the clock
+    starts."""
 
-    def __init__(self, items: Sequence[Item], target: Target, salt: str) -> None:
-        self._items, self._target, self._salt = items, target, salt
+    def __init__(self, items: Sequence[Item], own: Sequence[int], target: Target, salt: str) -> None:
+        self._items, self._own, self._target, self._salt = items, own, target, salt
         self._outcomes = Outcomes(items, time.perf_counter, lost=f"{LOST}, or none with token ids")
-        self._requests = [
-            b"" if item.follows is not None else target.request(item.prompt, item, salt) for item in items
-        ]
-        self._followed = {item.follows for item in items if item.follows is not None}
+        self._requests = {
+            index: target.request(items[index].prompt, items[index], salt)
+            for index in own
+            if items[index].follows is None
+        }
+        self._followed = {items[index].follows for index in own} - {None}
         self._exchanges: dict[int, Exchange] = {}
-        self._unfinished = len(items)
+        self._unfinished = len(own)
         self._idle: list[Connection] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     async def connect(self, places: int) -> None:
         """Raises OSError where nobody listens."""
-        closed = all(item.arrival_s is None for item in self._items)
-        wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._items))
+        closed = all(self._items[index].arrival_s is None for index in self._own)
+        wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
         while (missing := wanted - len(self._idle)) > 0:
             self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
 
@@ -92,7 +95,7 @@ class Drive:
         flight."""
         self._loop, self._start = asyncio.get_running_loop(), start
         self._done = self._loop.create_future()
-        self._schedule = self._outcomes.schedule = Schedule(self._items, start, places)
+        self._schedule = self._outcomes.schedule = Schedule(self._items, start, places, self._own)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
         try:
@@ -140,7 +143,7 @@ class Drive:
     def _send(self, index: int, arrival: float) -> None:
         exchange = Exchange()
         self._exchanges[index], self._outcomes.sent[index] = exchange, Sent(arrival, None, arrival)
-        if not self._requests[index]:
+        if index not in self._requests:
             self._requests[index] = self._target.request(self._outcomes.prompts[index], self._items[index], self._salt)
         if self._idle:
             self._send_on(self._idle.pop(), index, exchange)
@@ -205,8 +208,8 @@ class Client:
     def __init__(self, target: Target) -> None:
         self._target, self._loop = target, asyncio.new_event_loop()
 
-    def prepare(self, items: Sequence[Item], salt: str, places: int) -> None:
-        self._places, self._drive = places, Drive(items, self._target, salt)
+    def prepare(self, items: Sequence[Item], own: Sequence[int], salt: str, places: int) -> None:
+        self._places, self._drive = places, Drive(items, own, self._target, salt)
         self._loop.run_until_complete(self._drive.connect(places))
 
     def go(self, start: float) -> None:
@@ -222,14 +225,6 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
     return Client(settings["target"])
 
 
-class Share(NamedTuple):
-    """What one process sends: indices of the pass's items, those items, and its places of the closed loop."""
-
-    indices: Sequence[int]
-    items: Sequence[Item]
-    places: int
-
-
 class Clients:
     def __init__(self, target: Target, settings: ClientSettings) -> None:
         self._target, self._settings = target, settings
@@ -237,17 +232,34 @@ class Clients:
 
     def serve(self, items: Sequence[Item], concurrency: int, salt: str) -> Served:
         """Raises PeerError where a process fails. A request that fails is in its trace."""
-        shares = split(items, concurrency, self._count(min(concurrency, len(items))))
-        while len(self._processes) < len(shares):
+        count = self._count(min(concurrency, len(items)))
+        hands = [own for own in deal(items, count) if own]
+        while len(self._processes) < len(hands):
             client = PeerProcess("the load client", __name__, EngineConfig(), self._settings, target=self._target)
             self._processes.append(client)
-        asked = [{"items": share.items, "salt": salt, "places": share.places} for share in shares]
+        places = (concurrency // count + (process < concurrency % count) for process in range(count))
+        about = {"items": items, "salt": salt}
+        asked = [{**about, "own": own, "places": free} for own, free in zip(hands, places, strict=False)]
         self._together("connect", "prepare", asked)
         start = time.perf_counter() + LEAD_S
-        self._together("serve", "go", [{"start": start}] * len(shares))
+        self._together("serve", "go", [{"start": start}] * len(asked))
         took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
-        replies = self._together("read the answers", "outcome", [{}] * len(shares))
-        return replace(_joined(shares, replies, start), outside_s=took)
+        parts, cpu, tells_cached = zip(*self._together("read the answers", "outcome", [{}] * len(asked)), strict=True)
+        owned = ((own, part.requests) for own, part in zip(hands, parts, strict=True))
+        by_index = {index: trace for own, requests in owned for index, trace in zip(own, requests, strict=True)}
+        traces = tuple(trace for _, trace in sorted(by_index.items()))
+        return Served(
+            traces,
+            min((trace.arrival for trace in traces), default=start),
+            max(part.end for part in parts),
+            in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
+            host=HostUse(
+                client_s=sum(cpu),
+                client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
+                tells_cached=all(tells_cached),
+            ),
+            outside_s=took,
+        )
 
     def close(self) -> None:
         while self._processes:
@@ -270,39 +282,12 @@ class Clients:
                 raise
 
 
-def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share]:
-    """Deals requests out in turns, those of one conversation together, and the places evenly. A process keeps its own
+def deal(items: Sequence[Item], processes: int) -> list[list[int]]:
+    """Indices of each process's requests: dealt out in turns, those of a conversation together. A process keeps its own
     places filled: at the end of a closed loop one may have none left to send while another still has."""
-    owner: list[int] = []
-    turns = itertools.cycle(range(processes))
-    for item in items:
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    turns, owner = itertools.cycle(dealt), list[list[int]]()
+    for index, item in enumerate(items):
         owner.append(next(turns) if item.follows is None else owner[item.follows])
-    shares = []
-    for process in range(processes):
-        indices = [index for index, its in enumerate(owner) if its == process]
-        new: dict[int | None, int] = {index: position for position, index in enumerate(indices)}
-        own = [replace(items[index], follows=new.get(items[index].follows)) for index in indices]
-        places = concurrency // processes + (process < concurrency % processes)
-        shares.append(Share(indices, own, places))
-    return [share for share in shares if share.items]
-
-
-def _joined(shares: Sequence[Share], replies: Sequence[tuple[Served, float, bool]], start: float) -> Served:
-    traces: dict[int, RequestTrace] = {}
-    parts, cpu, tells_cached = zip(*replies, strict=True)
-    for share, part in zip(shares, parts, strict=True):
-        traces |= {
-            index: replace(trace, request_id=f"{trace.name or 'request'}-{index}")
-            for index, trace in zip(share.indices, part.requests, strict=True)
-        }
-    return Served(
-        tuple(traces[index] for index in sorted(traces)),
-        min((trace.arrival for trace in traces.values()), default=start),
-        max(part.end for part in parts),
-        in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
-        host=HostUse(
-            client_s=sum(cpu),
-            client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
-            tells_cached=all(tells_cached),
-        ),
-    )
+        owner[-1].append(index)
+    return dealt

@@ -73,21 +73,6 @@ class Lent:
         self.served += items
         return served
 
-    def warm_up(self, point: str, items: Sequence[Item], concurrency: int) -> None:
-        """At the measured concurrency; with some short requests where that was done before, since what is compiled and
-        allocated once is there, and only the machine has rested."""
-        if point in self.warm:
-            few = items[:WARM_AGAIN]
-            items = [replace(item, output_tokens=min(item.output_tokens, WARM_TOKENS)) for item in few]
-        self.serve(items, concurrency)
-        self.warm.add(point)
-
-    def forget(self) -> None:
-        """What it has learned from passes before."""
-        if self.served:
-            self.subject.forget()
-            self.served.clear()
-
 
 @dataclass
 class Lending:
@@ -160,9 +145,17 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
 
 
 def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:
-    lent.forget()
-    if inputs.warmup:
-        lent.warm_up(cell.point.name, inputs.warmup, cell.workload.in_flight)
+    """Forgets passes before. At the measured concurrency; with some short requests where that was done before, since
+    what is compiled and allocated once is there, and only the machine has rested."""
+    if lent.served:
+        lent.subject.forget()
+        lent.served.clear()
+    items: Sequence[Item] = inputs.warmup
+    if cell.point.name in lent.warm:
+        items = [replace(item, output_tokens=min(item.output_tokens, WARM_TOKENS)) for item in items[:WARM_AGAIN]]
+    if items:
+        lent.serve(items, cell.workload.in_flight)
+        lent.warm.add(cell.point.name)
 
 
 def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Context:

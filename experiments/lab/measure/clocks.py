@@ -151,23 +151,22 @@ class Watch:
 
     def _take(self, wanted: Speed | None) -> Speed:
         found = take(self._device, wanted)
-        best = self._best or found
-        gpu_s = None if found.gpu_s is None else min(found.gpu_s, best.gpu_s or found.gpu_s)
-        self._best = Speed(min(found.host_s, best.host_s), gpu_s)
+        known = [speed for speed in (self._best, found) if speed]
+        gpu_s = min((speed.gpu_s for speed in known if speed.gpu_s is not None), default=None)
+        self._best = Speed(min(speed.host_s for speed in known), gpu_s)
         return found
 
 
 def take(device: str, wanted: Speed | None = None) -> Speed:
     """Times the fixed work on `device` (cpu or cuda), and waits up to PATIENCE_S for the speed `wanted`."""
     close = 1 + HOST_BESIDE_GPU if device == "cuda" else CLOSE
-    host_s = _patiently(_host_work, None if wanted is None else close * wanted.host_s)
-    if device != "cuda":
-        return Speed(host_s)
-    gpu_s = None if wanted is None else wanted.gpu_s
-    return Speed(host_s, _patiently(_gpu_work, gpu_s and CLOSE * gpu_s))
+    host_s, gpu_s = wanted or (0.0, None)
+    found_s = _patiently(_host_work, close * host_s)
+    return Speed(found_s, _patiently(_gpu_work, CLOSE * (gpu_s or 0.0)) if device == "cuda" else None)
 
 
-def _patiently(work: Callable[[], float], wanted_s: float | None) -> float:
+def _patiently(work: Callable[[], float], wanted_s: float) -> float:
+    """0 seconds are wanted where nobody knows how quick it can be."""
     found, started = work(), time.perf_counter()
     while wanted_s and found > wanted_s and time.perf_counter() - started < PATIENCE_S:
         found = min(found, work())

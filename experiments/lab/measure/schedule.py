@@ -16,15 +16,16 @@ from mini_infer.core.plan import StepRecord
 
 class Schedule:
     """`in_flight_s` is requests `in_flight`, integrated over time as the client sees it: what the sum of their
-    latencies must be (Little 1961)."""
+    latencies must be (Little 1961). `own`: indices of the items that count, with all that they follow; None: all."""
 
-    def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
+    def __init__(self, items: Sequence[Item], start: float, concurrency: int, own: Sequence[int] | None = None) -> None:
         self._items, self._places = items, concurrency  # free ones, of the closed loop
         self.in_flight, self.in_flight_s, self._now = 0, 0.0, start
         self._timed: list[tuple[float, int]] = []  # a heap of (due, index)
         self._ready: list[int] = []  # a heap: of closed-loop requests that could arrive, the first of the list does
         self._followers: dict[int, list[int]] = {}
-        for index, item in enumerate(items):
+        for index in range(len(items)) if own is None else own:
+            item = items[index]
             if item.follows is not None:
                 self._followers.setdefault(item.follows, []).append(index)
             elif item.arrival_s is None:
