@@ -12,7 +12,7 @@ from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ClaimSpec, ExperimentSpec
+from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, settings_of
 from mini_infer.core.errors import ConfigError
 
 
@@ -83,10 +83,10 @@ class AblationSpec(ExperimentSpec):
         alone has the same settings: HTTP is not simulated."""
         variants, claims = dict[str, Any](), list(self.claims)
         every = {name: (_kind(changes), changes or {}) for name, changes in self.variants.items()}
-        of_engines = [_settings(changes) for kind, changes in every.values() if kind == Kind.engine]
+        of_engines = [settings_of(changes) for kind, changes in every.values() if kind == Kind.engine]
         for name, (kind, changes) in every.items():
             variants[name] = self.variants[name]
-            if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
+            if kind == Kind.engine or (kind == Kind.served and settings_of(changes) not in of_engines):
                 label = f"{changes.get('label') or name.replace('_', ' ')}, predicted"
                 variants[name + PREDICTED] = {**changes, "kind": Kind.simulated.value, "label": label}
                 for metric, share in self.reach.items():
@@ -121,8 +121,3 @@ class AblationSpec(ExperimentSpec):
 def _kind(changes: dict[str, Any] | None) -> str:
     """Of a variant."""
     return str((changes or {}).get("kind", Kind.engine.value))
-
-
-def _settings(changes: dict[str, Any]) -> dict[str, Any]:
-    """Of the engine, that a variant changes."""
-    return {key: value for key, value in changes.items() if key not in VARIANT_KEYS}

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.lab import axes, points, schema, variants
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
-from experiments.lab.spec import RATE, VARIANT_KEYS
+from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
@@ -110,8 +110,9 @@ def _leave_out(config: DictConfig) -> list[str]:
         if name not in known:
             raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
         del known[name]
-    lost = _keep_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & set(gone))
-    return [f"Measured without {', '.join(gone)}." + _left_out(lost, "about what is not measured")]
+    about, what = set(gone), "about what is not measured"
+    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
+    return [f"Measured without {', '.join(gone)}.{lost}"]
 
 
 def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
@@ -125,18 +126,18 @@ def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
         ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
         return ratio or not str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
 
-    if not (lost := _keep_claims(config, holds)):
+    if not (lost := _drop_claims(config, holds, f"with bounds for {DEVICES[own]}")):
         return []
     config.experiment.target = ""
-    where = f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}."
-    return [where + _left_out(lost, f"with bounds for {DEVICES[own]}")]
+    return [f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}.{lost}"]
 
 
-def _keep_claims(config: DictConfig, kept: Callable[[Any], bool]) -> int:
-    """How many are dropped."""
+def _drop_claims(config: DictConfig, kept: Callable[[Any], bool], why: str) -> str:
+    """Says how many; empty where all are kept."""
     every = config.experiment.get("claims") or []
     config.experiment.claims = [claim for claim in every if kept(claim)]
-    return len(every) - len(config.experiment.claims)
+    count = len(every) - len(config.experiment.claims)
+    return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
 
 
 def _require_known(typed: Sequence[Override]) -> None:
@@ -210,7 +211,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
         return claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}])
 
-    lost = _keep_claims(config, stands)
+    lost = _drop_claims(config, stands, "about other points")
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
     if config.experiment.get("again_at"):
@@ -218,7 +219,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     if profiled := config.experiment.get("profile"):
         config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
-    return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
+    return [f"Measured at other points than the experiment's own: {of}.{lost}"]
 
 
 def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
@@ -236,10 +237,6 @@ def _chosen(axis: str, own: Any, values: Any) -> Any:
         if name not in own:
             raise ConfigError(f"experiment.points.{axis} has no {name!r}{suggest(str(name), own)}")
     return {name: own[name] for name in values}
-
-
-def _left_out(count: int, why: str) -> str:
-    return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
@@ -274,7 +271,7 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
             found.setdefault(key, f"its points: experiment.points.{axis}=[{chosen}] {way}")
     for name, changes in (spec.get("variants") or {}).items():
         if isinstance(changes, Mapping):
-            for key, value in points.flat({k: v for k, v in changes.items() if k not in VARIANT_KEYS}).items():
+            for key, value in points.flat(settings_of(changes)).items():
                 way = f"experiment.variants.{name}.{key}={points.shown(value)} is where it stands"
                 found.setdefault(f"engine.{key}", f"its variants: {way}")
     return found
@@ -312,6 +309,6 @@ def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
     config.axes.model = f"{name}, changed" if inside else name
     config.axes.scale = "".join(c if c.isalnum() or c in "_-" else "_" for c in name) + "_changed" * inside
     config.axes.method = ""
-    lost = _keep_claims(config, lambda claim: False)
+    lost = _drop_claims(config, lambda claim: False, f"with bounds for {was}")
     config.experiment.target = ""
-    return [f"Measured with {config.axes.model} instead of {was}." + _left_out(lost, f"with bounds for {was}")]
+    return [f"Measured with {config.axes.model} instead of {was}.{lost}"]
