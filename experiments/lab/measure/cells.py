@@ -188,15 +188,13 @@ def tokens_must_agree(cell: Cell) -> bool:
     """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
     draws random weights of its own, has adapters or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is
     for that."""
-    model = cell.engine.model
+    model, lora = cell.engine.model, cell.engine.lora
     if cell.kind is Kind.simulated:
         return False
     if model.load_format is LoadFormat.dry:
         return True
-    lora = cell.engine.lora
-    if cell.engine.speculation.method is SpeculationMethod.synthetic or lora.dummy or lora.adapters:
-        return False
-    if cell.kind.can.own_weights and model.load_format is LoadFormat.dummy:
+    drawn = cell.kind.can.own_weights and model.load_format is LoadFormat.dummy
+    if drawn or lora.dummy or lora.adapters or cell.engine.speculation.method is SpeculationMethod.synthetic:
         return False
     device = resolve_device(model)
     return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32

@@ -174,15 +174,11 @@ def differences(layout: Layout, other: Layout) -> dict[str, Any]:
 
 
 class Watched:
-    """Fitted costs, and of how many of the steps that somebody asked for nobody has measured as many tokens.
-
-    Attributes:
-        asked: steps, also those that somebody looked ahead at in vain.
-        beyond: of these.
-    """
+    """Fitted costs, and of how many of the steps that somebody asked for nobody has measured as many tokens."""
 
     def __init__(self, fitted: FittedCosts) -> None:
-        self.fitted, self.asked, self.beyond = fitted, 0, 0
+        self.fitted = fitted
+        self.asked = self.beyond = 0  # steps, also those that somebody looked ahead at in vain; of these
         self.host_s, self.copy_s, self.push_s = fitted.host_s, fitted.copy_s, fitted.push_s
         self._most_rows, self._most_tokens = fitted.decode.tokens[-1], fitted.prompts.tokens[-1]
 

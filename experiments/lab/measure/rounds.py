@@ -53,15 +53,10 @@ def words(error: BaseException) -> str:
 
 
 class Probe(Experiment):
-    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole.
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
 
-    Attributes:
-        timed: where it is not every variant at every point.
-        repeat: the number of the one that is measured.
-    """
-
-    timed: Sequence[tuple[str, Point]] = ()
-    repeat = 0
+    timed: Sequence[tuple[str, Point]] = ()  # where it is not every variant at every point
+    repeat = 0  # the number of the one that is measured
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         """One measurement: metric -> value, None where a sample is too small for it."""

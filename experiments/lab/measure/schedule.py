@@ -126,27 +126,20 @@ LOST = "the request that it follows has no answer"
 
 
 class Outcomes:
-    """
-    Attributes:
-        prompts: token ids, made before the clock starts; of a request that follows another, with all that came before
-            it from the moment that this is known.
-        names: of the requests, and `index_of` each of them.
-        sent: of those that have been sent.
-        traces: of those that have ended.
-        schedule: of the pass that runs.
-    """
+    """What becomes of the requests of a pass, as who calls the subject notes it."""
 
-    schedule: Schedule
+    schedule: Schedule  # of the pass that runs
 
     def __init__(self, items: Sequence[Item], clock: Callable[[], float], prefix: str = "", lost: str = LOST) -> None:
         """`lost`: why a request has no answer, of one that follows another without."""
-        self.items, self._lost = items, lost
+        self.items, self._lost, self._clock = items, lost, clock
         self.names = [f"{prefix}{item.name or 'request'}-{index}" for index, item in enumerate(items)]
         self.index_of = {name: index for index, name in enumerate(self.names)}
+        # Token ids, made before the clock starts; of a request that follows another, with all that came before it from
+        # the moment that this is known.
         self.prompts = [list(item.prompt) for item in items]
-        self.sent: dict[int, Sent] = {}
-        self.traces: dict[int, RequestTrace] = {}
-        self._clock = clock
+        self.sent: dict[int, Sent] = {}  # of those that have been sent
+        self.traces: dict[int, RequestTrace] = {}  # of those that have ended
 
     def run(
         self,

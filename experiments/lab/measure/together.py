@@ -56,15 +56,11 @@ class RanksSpec(ExperimentSpec):
 
 
 class OverRanks(Probe):
-    """
-    Attributes:
-        make: a rank, of its number and a store through which ranks find each other. Can be pickled.
-        reference: what results are compared with.
-    """
+    """A probe whose ranks measure together."""
 
     spec: RanksSpec
-    make: Callable[[int, Store], Rank]
-    reference: str
+    make: Callable[[int, Store], Rank]  # of its number and a store through which ranks find each other; can be pickled
+    reference: str  # what results are compared with
 
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
