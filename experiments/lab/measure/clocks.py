@@ -145,9 +145,9 @@ class Watch:
         """Of `states`, by the names that ProcessInfo has for them: medians, and the most others that were busy."""
         if not self.states:
             return {}
-        clocks, powers, heats, _, busy = zip(*self.states, strict=True)
-        medians = map(statistics.median, (clocks, powers, heats))
-        return {**dict(zip(GpuState._fields, medians, strict=False)), "busy_others": max(busy)}
+        names = ("clock_mhz", "power_w", "temperature_c")
+        medians = {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
+        return {**medians, "busy_others": max(state.busy_others for state in self.states)}
 
     def _take(self, wanted: Speed | None) -> Speed:
         found = take(self._device, wanted)
