@@ -50,9 +50,10 @@ class EngineSubject:
         self.about = _facts(self.engine.startup)
         device = resolve_device(config.model).type
         self._on_gpu = device == "cuda" and config.model.load_format is not LoadFormat.dry
-        self._model = None  # whose bytes are counted, since on a CPU nobody tells them; the dry model has none
+        self._bytes: tuple[int, int] | None = None  # on a CPU, of the weights and of a KV block; the dry model has none
         if device == "cpu" and config.model.load_format is not LoadFormat.dry:
-            self._model = outline(*served_as(config, device))
+            model = outline(*served_as(config, device))
+            self._bytes = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
         self._compiled = compiled_kernels() if device == "cuda" else []
         self.tell: Callable[[int, int], None] = lambda ended, total: None
 
@@ -80,11 +81,10 @@ class EngineSubject:
         On a GPU: what torch's allocator had given out, which includes the whole KV pool. On a CPU the process's own
         high water would mostly be torch itself, so it is the weights and the KV blocks in use at the fullest step.
         """
-        if self._model is None:
+        if self._bytes is None:
             return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
-        most = max((record.kv.used_blocks for record in records), default=0)
-        block = self._model.kv_layout.bytes_per_block(self.engine.config.cache.block_size)
-        return self._model.weight_bytes() + most * block
+        weights, block = self._bytes
+        return weights + block * max((record.kv.used_blocks for record in records), default=0)
 
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
