@@ -154,8 +154,7 @@ def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
 
 
 def _store(results: Path, result: Result) -> Path:
-    """Writes the result and returns its JSON's path. What cannot be written to its place goes to the system's folder
-    for temporary files, and to the terminal where that fails too; then IncompleteRun is raised."""
+    """Its JSON's path. What cannot be written there goes to a temporary folder, or else to the terminal."""
     folder = results / store.run_path(result.info).parent
     try:
         with exclusive(results):

@@ -179,11 +179,8 @@ def drift(before: Speed, after: Speed) -> Drift:
 
 
 def _host_work() -> float:
-    """The fastest of some equal pieces: one interruption does not show.
-
-    Hashing keeps to registers and the first-level cache. A loop of the interpreter will not do: where its objects
-    happen to lie changes its time by 20 %, and serving requests moves them.
-    """
+    """The fastest of some equal pieces. Hashing keeps to registers and the first-level cache; where the objects of an
+    interpreter's loop happen to lie changes its time by 20 %, and serving requests moves them."""
     fastest = float("inf")
     for _ in range(PIECES):
         start = time.perf_counter()
@@ -194,11 +191,8 @@ def _host_work() -> float:
 
 
 def _gpu_work() -> float:
-    """The fastest of many waits for so many cycles, timed by the device itself: what is left is its clock.
-
-    Matrix products will not do: they take all the power that a GPU may have, which lowers its clock, and by how much
-    depends on what the pass before them took. What the clock was under the pass's own load is in `states`.
-    """
+    """The fastest of many waits for so many cycles, timed by the device itself. Matrix products would take all the
+    power that a GPU may have, which lowers its clock, and by how much depends on the pass before them."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WAITS + 1)]

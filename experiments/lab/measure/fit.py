@@ -122,8 +122,7 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
 
 
 def _knots(tokens: Array) -> Array:
-    """Numbers of tokens that were measured; where they are many, of equal stretches of their logarithms those that were
-    measured most often, and the first and the last."""
+    """Measured numbers of tokens; of many, the ends and the most frequent ones of equal stretches of logarithms."""
     known, counts = np.unique(tokens, return_counts=True)
     if len(known) <= MOST_KNOTS:
         return known

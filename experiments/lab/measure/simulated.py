@@ -147,8 +147,7 @@ class Simulator:
 
 
 def _limits(target: Target, host_gib: float | None) -> Limits:
-    """As an engine with these settings would find them. The error of what does not fit names the fewest ranks with
-    which it does."""
+    """As an engine would find them. The error of what does not fit names the fewest ranks with which it does."""
     own, refused = target.config.parallel.tensor, None
     for tensor in range(own, MOST_RANKS + 1):
         try:

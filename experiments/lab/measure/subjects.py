@@ -76,11 +76,8 @@ class EngineSubject:
         return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
 
     def _peak_memory(self, records: Sequence[StepRecord]) -> int | None:
-        """Bytes at the fullest moment of a pass; None of the dry model.
-
-        On a GPU: what torch's allocator had given out, which includes the whole KV pool. On a CPU the process's own
-        high water would mostly be torch itself, so it is the weights and the KV blocks in use at the fullest step.
-        """
+        """Bytes at the fullest moment: on a GPU what torch's allocator had given out, with the whole KV pool. On a CPU,
+        whose high water would mostly be torch itself, weights and KV blocks in use. None of the dry model."""
         if self._bytes is None:
             return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
         weights, block = self._bytes

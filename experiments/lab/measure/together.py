@@ -86,8 +86,7 @@ def largest(error: float, context: ParallelContext) -> float:
 
 
 class _Ranks:
-    """Rank 0, which is here, and processes that do what it does. Where one of them ends or takes too long, rank 0 would
-    wait for it without end: a thread looks, and ends whatever it waits for."""
+    """Rank 0, and processes that do what it does: a thread ends what it waits for where one ends or takes too long."""
 
     def __init__(self, first: Rank, others: Mapping[BaseProcess, Connection]) -> None:
         self.first, self._others = first, others
