@@ -173,13 +173,12 @@ def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> N
     """A model on a GPU, with the dtype, lengths and memory of a scale for a CPU, would be another engine."""
     device, keys = config.hardware.device, [one.key_or_group for one in typed]
     others = [scale for scale in config.get("scales") or () if scale != config.axes.scale]
-    if device is Device.cuda and config.engine.model.device is Device.cpu and others and "scale" not in keys:
-        for key in keys:
-            if key in MODEL:
-                raise ConfigError(
-                    f"{key} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
-                    f"whose settings it is to have, scale={' or scale='.join(others)}"
-                )
+    of_cpu = device is Device.cuda and config.engine.model.device is Device.cpu and "scale" not in keys
+    if of_cpu and others and (chosen := [key for key in keys if key in MODEL]):
+        raise ConfigError(
+            f"{chosen[0]} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
+            f"whose settings it is to have, scale={' or scale='.join(others)}"
+        )
 
 
 def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.lab.load import client, subject
-from experiments.lab.load.client import Drive, Target
+from experiments.lab.load.client import Client, Target
 from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
 from experiments.lab.measure.kinds import Kind
@@ -95,7 +95,7 @@ def test_what_is_no_complete_answer_is_an_error():
 
 
 def drive(items, answer, places=1, hang_up=False):
-    """What a Drive finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer."""
+    """What a client finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer."""
     bodies = []
 
     async def handle(reader, writer):
@@ -111,17 +111,19 @@ def drive(items, answer, places=1, hang_up=False):
                     break
         writer.close()
 
-    async def run():
-        listener = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-        job = Drive(items, range(len(items)), Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
-        await job.connect(places)
-        await job.run(time.perf_counter() + 0.01, places)
-        listener.close()
-        served, cpu_s, tells_cached = job.outcome()
-        return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end)
-
-    return asyncio.run(run()), bodies
+    job = Client(None)  # whose loop is the server's, too
+    listener = job._loop.run_until_complete(asyncio.start_server(handle, "127.0.0.1", 0))
+    job._target = Target("127.0.0.1", listener.sockets[0].getsockname()[1], "/v1/completions", "made-up")
+    job.prepare(items, range(len(items)), "salt", places)
+    job.go(time.perf_counter() + 0.01)
+    listener.close()
+    served, cpu_s, tells_cached = job.outcome()
+    handlers = asyncio.all_tasks(job._loop)
+    for task in handlers:
+        task.cancel()
+    job._loop.run_until_complete(asyncio.wait(handlers) if handlers else asyncio.sleep(0))
+    job._loop.close()
+    return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end), bodies
 
 
 def three(body):
@@ -172,12 +174,9 @@ def test_arrivals_are_kept_whoever_is_busy():
 
 
 def test_nobody_listens():
-    async def run():
-        job = Drive([Item((1,), 1)], [0], Target("127.0.0.1", 1, "/v1/completions", "x"), "")
-        await job.connect(1)
-
-    with pytest.raises(OSError, match="1"):
-        asyncio.run(run())
+    job = Client(Target("127.0.0.1", 1, "/v1/completions", "x"))
+    with contextlib.closing(job._loop), pytest.raises(OSError, match="1"):
+        job.prepare([Item((1,), 1)], [0], "", 1)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------

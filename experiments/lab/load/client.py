@@ -64,38 +64,43 @@ class Target:
         return head.encode() + data
 
 
-class Drive:
-    """The requests of a pass that are this process's own. They are made, and connections opened, before the clock
+class Client:
+    """One process, and the requests of a pass that are its own. They are made, and connections opened, before the clock
     starts."""
 
-    def __init__(self, items: Sequence[Item], own: Sequence[int], target: Target, salt: str) -> None:
-        self._items, self._own, self._target, self._salt = items, own, target, salt
+    about: Mapping[str, Any] = {}
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._loop = target, asyncio.new_event_loop()
+
+    def prepare(self, items: Sequence[Item], own: Sequence[int], salt: str, places: int) -> None:
+        """`places`: so many requests of the closed loop are in flight at most. Raises OSError where nobody listens."""
+        self._items, self._own, self._salt, self._places = items, own, salt, places
         self._outcomes = Outcomes(items, time.perf_counter, lost=f"{LOST}, or none with token ids")
-        self._requests = {
-            index: target.request(items[index].prompt, items[index], salt)
-            for index in own
-            if items[index].follows is None
-        }
+        first = [index for index in own if items[index].follows is None]
+        self._requests = {index: self._target.request(items[index].prompt, items[index], salt) for index in first}
         self._followed = {items[index].follows for index in own} - {None}
         self._exchanges: dict[int, Exchange] = {}
         self._unfinished = len(own)
         self._idle: list[Connection] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop.run_until_complete(self._connect())
 
-    async def connect(self, places: int) -> None:
-        """Raises OSError where nobody listens."""
+    def go(self, start: float) -> None:
+        """From `start` until all have ended. Answers are read afterwards: who calls this has a clock of its own."""
+        self._loop.run_until_complete(self._run(start))
+
+    async def _connect(self) -> None:
         closed = all(self._items[index].arrival_s is None for index in self._own)
-        wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
+        wanted = min(self._places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
         while (missing := wanted - len(self._idle)) > 0:
             self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
 
-    async def run(self, start: float, places: int) -> None:
-        """Begins at `start`, and returns when all have ended; at most `places` requests of the closed loop are in
-        flight."""
-        self._loop, self._start = asyncio.get_running_loop(), start
+    async def _run(self, start: float) -> None:
+        self._start = start
         self._done = self._loop.create_future()
-        self._schedule = self._outcomes.schedule = Schedule(self._items, start, places, self._own)
+        self._schedule = self._outcomes.schedule = Schedule(self._items, start, self._places, self._own)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
         try:
@@ -154,7 +159,7 @@ class Drive:
         connection.send(self._requests[index], exchange, lambda: self._ended(connection, index, exchange))
 
     def _open_and_send(self, index: int, exchange: Exchange) -> None:
-        task = asyncio.ensure_future(self._open(index, exchange))
+        task = self._loop.create_task(self._open(index, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -167,7 +172,7 @@ class Drive:
 
     async def _connection(self) -> Connection:
         make, target = partial(Connection, self._forget), self._target
-        _, connection = await asyncio.get_running_loop().create_connection(make, target.host, target.port)
+        _, connection = await self._loop.create_connection(make, target.host, target.port)
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -198,26 +203,6 @@ class Drive:
             self._pump()
         elif not self._done.done():
             self._done.set_result(None)
-
-
-class Client:
-    """What the process that measures calls."""
-
-    about: Mapping[str, Any] = {}
-
-    def __init__(self, target: Target) -> None:
-        self._target, self._loop = target, asyncio.new_event_loop()
-
-    def prepare(self, items: Sequence[Item], own: Sequence[int], salt: str, places: int) -> None:
-        self._places, self._drive = places, Drive(items, own, self._target, salt)
-        self._loop.run_until_complete(self._drive.connect(places))
-
-    def go(self, start: float) -> None:
-        """As Drive.run. Answers are read afterwards: who calls this has a clock of its own."""
-        self._loop.run_until_complete(self._drive.run(start, self._places))
-
-    def outcome(self) -> tuple[Served, float, bool]:
-        return self._drive.outcome()
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
