@@ -39,14 +39,18 @@ ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 @dataclass
 class OverHTTP:
+    """A server, with clients of its own."""
+
     name: str
     target: Target
     about: Mapping[str, Any]
     _clients: Clients
     _server: PeerProcess | None  # the process that holds it, where this run has started it
     _closed: bool = False
-    _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])  # a server may have lived before, and live on
-    _forgot: int = 0  # times
+    salt: str = field(init=False)  # of prefixes: a server may have lived before, and live on
+
+    def __post_init__(self) -> None:
+        self.forget()
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         try:
@@ -60,17 +64,13 @@ class OverHTTP:
             self.close()
             raise
         assert served.host is not None
-        # Of prompts of which it found nothing vLLM's says nothing.
         api_s, engine_s = after[0] - before[0], after[1] - before[1]
+        # Of prompts of which it found nothing vLLM's says nothing.
         return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s, tells_cached=True))
 
     def forget(self) -> None:
         """Another salt: prefixes that were cached under the last one cannot be hit."""
-        self._forgot += 1
-
-    @property
-    def salt(self) -> str:
-        return f"{self._run}-{self._forgot}"
+        self.salt = uuid.uuid4().hex[:10]
 
     @property
     def alive(self) -> bool:
