@@ -208,9 +208,10 @@ class Roofline:
         assert target.ceilings is not None
         self._costs = roofline.StepCosts(target.spec, target.dtype)
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
-        rate = self._ceilings.link_gb_s.get("to_host")
-        self._copy_block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
-        self._push_block_s = push_block_s(target)
+        rate, nothing = self._ceilings.link_gb_s.get("to_host"), Curve((0,), (0.0,))
+        block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
+        links = FittedCosts(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
+        self.host_s, self.copy_s, self.push_s = links.host_s, links.copy_s, links.push_s
 
     def device_s(self, work: Work) -> float:
         rows = work.decode_tokens + bool(work.prompt_tokens)
@@ -227,15 +228,6 @@ class Roofline:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
         return np.linspace(first, last, len(contexts)).tolist()
-
-    def host_s(self, rows: int) -> float:
-        return 0.0
-
-    def copy_s(self, blocks: int) -> float:
-        return self._copy_block_s * blocks
-
-    def push_s(self, blocks: int) -> float:
-        return self._push_block_s * blocks
 
 
 def push_block_s(target: Target) -> float:

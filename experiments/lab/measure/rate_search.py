@@ -84,14 +84,14 @@ class RateSearch(Checked, section="experiment.search"):
 
     def points(self, load: Workload) -> list[Point]:
         """One a rate."""
-
-        def lasting(rate: float) -> dict[str, int]:
-            if not self.seconds or not isinstance(load, Counted):
-                return {}
-            wanted = math.ceil(rate * self.seconds)
-            return {COUNT: max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))}
-
-        return [Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **lasting(rate)}) for rate in self.rates]
+        found = []
+        for rate in self.rates:
+            values = {**self.at, RATE: rate}
+            if self.seconds and isinstance(load, Counted):
+                wanted = math.ceil(rate * self.seconds)
+                values[COUNT] = max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))
+            found.append(Point(f"{PASS}{rate:g}/s", values))
+        return found
 
     @property
     def result(self) -> list[Point]:
