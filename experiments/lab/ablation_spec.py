@@ -12,7 +12,7 @@ from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, VARIANT_KEYS, ClaimSpec, ExperimentSpec
+from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, settings_of
 from mini_infer.core.errors import ConfigError
 
 
@@ -49,9 +49,8 @@ class AblationSpec(ExperimentSpec):
         if not self.variants:
             raise ConfigError("experiment.variants is empty: name at least one variant and its changes")
         if self.baseline not in self.variants:
-            raise ConfigError(
-                f"experiment.baseline={self.baseline!r} is no variant; variants: {', '.join(self.variants)}"
-            )
+            known = ", ".join(self.variants)
+            raise ConfigError(f"experiment.baseline={self.baseline!r} is no variant; variants: {known}")
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
@@ -61,13 +60,9 @@ class AblationSpec(ExperimentSpec):
                 f"share between 0 and 1. Measured: {', '.join(self.metrics)}"
             )
         super().__post_init__()
-        profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
-        if profiled and not self.profile:
-            raise ConfigError(
-                f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
-            )
-        missing = [name for name in (FOUND, KEPT) if name not in self.metrics]
-        if self.search.rates and missing:
+        if not self.profile and (profiled := [name for name in self.metrics if name in formulas.OF_PROFILES]):
+            raise ConfigError(f"the metric {profiled[0]} is of profiled steps: name their points in experiment.profile")
+        if self.search.rates and (missing := [name for name in (FOUND, KEPT) if name not in self.metrics]):
             raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
         if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
@@ -87,13 +82,13 @@ class AblationSpec(ExperimentSpec):
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
         alone has the same settings: HTTP is not simulated."""
         variants, claims = dict[str, Any](), list(self.claims)
-        of_engines = [_settings(c) for c in self.variants.values() if (c or {}).get("kind", "engine") == Kind.engine]
-        for name, changes in self.variants.items():
-            variants[name] = changes
-            kind = (changes or {}).get("kind", "engine")
-            if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
-                label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
-                variants[name + PREDICTED] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
+        every = {name: (_kind(changes), changes or {}) for name, changes in self.variants.items()}
+        of_engines = [settings_of(changes) for kind, changes in every.values() if kind == Kind.engine]
+        for name, (kind, changes) in every.items():
+            variants[name] = self.variants[name]
+            if kind == Kind.engine or (kind == Kind.served and settings_of(changes) not in of_engines):
+                label = f"{changes.get('label') or name.replace('_', ' ')}, predicted"
+                variants[name + PREDICTED] = {**changes, "kind": Kind.simulated.value, "label": label}
                 for metric, share in self.reach.items():
                     of = ClaimSpec(metric, name + PREDICTED, everywhere=True, to=name, source=f"reach: {share:.0%}")
                     claims += [replace(of, ratio_at_least=1 - share), replace(of, ratio_at_most=1 + share)]
@@ -101,11 +96,11 @@ class AblationSpec(ExperimentSpec):
 
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
-        kinds = {name: (changes or {}).get("kind", "engine") for name, changes in self.variants.items()}
-        variants = {name: self.variants[name] for name, own in kinds.items() if own == kind}
+        variants = {name: changes for name, changes in self.variants.items() if _kind(changes) == kind}
         if kind is Kind.simulated:
-            ours = (name for name, own in kinds.items() if own in (Kind.engine, Kind.served))
-            variants |= {name: {**(self.variants[name] or {}), "kind": kind.value} for name in ours}
+            for name, changes in self.variants.items():
+                if _kind(changes) in (Kind.engine, Kind.served):
+                    variants[name] = {**(changes or {}), "kind": kind.value}
         variants = variants or {kind.value: {"kind": kind.value, "label": kind.label}}
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
         kept = tuple(name for name in self.metrics if name not in formulas.OF_PROFILES)
@@ -117,19 +112,12 @@ class AblationSpec(ExperimentSpec):
             and kind is not Kind.simulated  # which proves nothing
             and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
         )
-        plots = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
-        return replace(
-            self,
-            variants=variants,
-            baseline=baseline,
-            metrics=kept,
-            claims=claims,
-            plots=tuple(plot for plot in plots if plot.panels),
-            timeline=None,
-            profile=(),
-        )
+        drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
+        plots = tuple(plot for plot in drawn if plot.panels)
+        changed = replace(self, variants=variants, baseline=baseline, metrics=kept, claims=claims, plots=plots)
+        return replace(changed, timeline=None, profile=())
 
 
-def _settings(changes: dict[str, Any] | None) -> dict[str, Any]:
-    """Of the engine, that a variant changes."""
-    return {key: value for key, value in (changes or {}).items() if key not in VARIANT_KEYS}
+def _kind(changes: dict[str, Any] | None) -> str:
+    """Of a variant."""
+    return str((changes or {}).get("kind", Kind.engine.value))

@@ -90,16 +90,15 @@ def read(path: Path) -> Any:
 
 def check(config: DictConfig, experiment: str) -> str:
     """The scale that is taken where none is chosen: the first. Raises ConfigError for axes that it does not have."""
-    axes = chosen(config)
-    known: dict[str, list[str]] = {}
+    axes, known = chosen(config), dict[str, list[str]]()
     for scale, via, _ in nodes(config):
         known.setdefault(scale, []).append(via)
     if axes.node == f"{experiment}.{axes.scale}.{axes.via}":
         return next(iter(known))
-    if not known:  # an experiment of one scale, which need not say so
-        if axes.via != IN_PROCESS:
-            raise ConfigError(f"via={axes.via}: {experiment} says nothing of it. Name its scales under `scales` first")
+    if not known and axes.via == IN_PROCESS:  # an experiment of one scale, which need not say so
         return OWN
+    if not known:
+        raise ConfigError(f"via={axes.via}: {experiment} says nothing of it. Name its scales under `scales` first")
     if axes.via in known.get(axes.scale, ()):
         raise ConfigError(f"{experiment} has `scales`, so its file must lie in conf/experiment/")
     raise ConfigError(

@@ -85,43 +85,41 @@ def experiment_list(conf: Path) -> str:
 
 
 def help_text(conf: Path) -> str:
-    chosen = defaults(conf)
-    rows = [
-        (group, "  ".join(option + "*" * (option == chosen.get(group)) for option in options))
-        for group, options in groups(conf).items()
-    ]
-    return "\n".join(
-        [
-            "mini-infer: run an experiment; it writes tables and a report with figures",
-            "",
-            "  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]",
-            "",
-            "Experiments",
-            experiment_list(conf),
-            "",
-            "Option groups (group=option; * is taken where nothing is said)",
-            _table(rows),
-            "",
-            "Without a choice scale is the one of that model, or the first that stands beside the experiment's name,",
-            "engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.",
-            "",
-            "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,",
-            "engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,",
-            "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
-            "--cfg job shows all of them with their values.",
-            "",
-            "A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.",
-            "With --resume it goes on where the same run, of the same commit, was cut off between two processes.",
-            "",
-            "Commands",
-            _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
-            "",
-            "Examples",
-            _table(EXAMPLES),
-            "",
-            "--hydra-help tells about Hydra's own flags.",
-        ]
-    )
+    taken = defaults(conf)
+    options = {
+        group: "  ".join(option + "*" * (option == taken.get(group)) for option in known)
+        for group, known in groups(conf).items()
+    }
+    commands = [(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]
+    return f"""\
+mini-infer: run an experiment; it writes tables and a report with figures
+
+  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]
+
+Experiments
+{experiment_list(conf)}
+
+Option groups (group=option; * is taken where nothing is said)
+{_table(list(options.items()))}
+
+Without a choice scale is the one of that model, or the first that stands beside the experiment's name,
+engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.
+
+Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,
+engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,
+measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;
+--cfg job shows all of them with their values.
+
+A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.
+With --resume it goes on where the same run, of the same commit, was cut off between two processes.
+
+Commands
+{_table(commands)}
+
+Examples
+{_table(EXAMPLES)}
+
+--hydra-help tells about Hydra's own flags."""
 
 
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
@@ -141,41 +139,33 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
     schema.experiment_class(settled.config).from_config(settled.config)  # to refuse what a run refuses
-    spec = schema.plain(settled.config.experiment)
-    axes, measure = settled.axes, settled.config.measure
-    measured = {f"scale={scale} via={via}": None for scale, via, _ in nodes(settled.config)}
+    config, spec = settled.config, schema.plain(settled.config.experiment)
+    axes, measure, model = settled.axes, config.measure, config.engine.model
+    variants, grid = spec.get("variants") or {}, points.grid(spec.get("points") or {})
+    scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))
+    kinds = {name: Kind((c or {}).get("kind", "engine")) for name, c in variants.items() if not isinstance(c, str)}
+    within = schema.build(PeerSettings, config.peers, "peers").processes_of
     lines = [
         f"{spec['title']}",
         f"  {spec['question']}",
         "",
-        f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(measured) or 'no others'}",
-        f"model     {settled.config.engine.model.path}, {settled.config.engine.model.dtype.name} on "
-        f"{settled.config.engine.model.device.name}",
-    ]
-    if "variants" in spec:
-        lines.append(f"variants  {', '.join(spec['variants'])} (baseline {spec.get('baseline')})")
-    grid = points.grid(spec.get("points") or {})
-    lines.append(f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""))
-    lines += [
+        f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(scales) or 'no others'}",
+        f"model     {model.path}, {model.dtype.name} on {model.device.name}",
+        *([f"variants  {', '.join(variants)} (baseline {spec.get('baseline')})"] if "variants" in spec else []),
+        f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""),
         f"metrics   {', '.join(spec.get('metrics') or [])}",
         f"repeats   {measure.repeats} in each of {measure.processes} processes",
     ]
-    variants = spec.get("variants") or {}
-    kinds = {name: (c or {}).get("kind", "engine") for name, c in variants.items() if not isinstance(c, str)}
-    peers = [name for name, kind in kinds.items() if not Kind(kind).can.ours]
-    if peers:
-        settings = schema.build(PeerSettings, settled.config.peers, "peers")
-        for name in peers:
-            within = settings.processes_of(Kind(kinds[name]))
-            count = measure.processes if within is None else min(within, measure.processes)
+    for name, kind in kinds.items():
+        if not kind.can.ours:
+            count = min(measure.processes if (own := within(kind)) is None else own, measure.processes)
             lines.append(f"peer      {name}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
+    lines.append(f"memory    {_memory(config.engine, len(variants) if spec.get('keep_engines') else 1)}")
     passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
-    lines.append(f"memory    {_memory(settled.config.engine, len(variants) if spec.get('keep_engines') else 1)}")
-    device = settled.config.engine.model.device
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
-        if device is not Device.auto and (path.parent.name == "cpu") != (device is Device.cpu):
+        if model.device is not Device.auto and (path.parent.name == "cpu") != (model.device is Device.cpu):
             continue  # what it took elsewhere says nothing
         info = store.read(path).info
         took, then = info.provenance.seconds / 60, info.config["measure"]
@@ -224,7 +214,12 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     `--record` and `--resume`; and a `scale` where only its model is typed: dtype, device and memory are the model's."""
     without = [argument for argument in arguments if argument.startswith(LEFT_OUT)]
     names = ",".join(argument.removeprefix(LEFT_OUT) for argument in without)
-    changed = _scale_of_model(arguments, conf)  # before any flag, where Hydra takes no more settings
+    changed, said = list[str](), dict(argument.partition("=")[::2] for argument in arguments)
+    path = conf / "experiment" / f"{said.get('experiment')}.yaml"
+    if "model" in said and "scale" not in said and path.is_file():
+        wanted, scales = {"override /model": said["model"]}, read(path).get("scales") or {}
+        fitting = [name for name in scales if wanted in (read(conf / f"scale/{name}.yaml").get("defaults") or [])]
+        changed += [f"scale={name}" for name in fitting[:1]]  # before any flag, where Hydra takes no more settings
     changed += [f"measure.without=[{names}]"] if without else []  # it knows no key with a + in it
     for argument in arguments:
         if argument in without:
@@ -239,17 +234,6 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
             argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
         changed += [f"{key}={value}" for key, value in SHORT[argument].items()] if argument in SHORT else [argument]
     return changed
-
-
-def _scale_of_model(arguments: Sequence[str], conf: Path) -> list[str]:
-    """Of those that the experiment has."""
-    said = dict(argument.partition("=")[::2] for argument in arguments)
-    path = conf / "experiment" / f"{said.get('experiment')}.yaml"
-    if "model" not in said or "scale" in said or not path.is_file():
-        return []
-    wanted, scales = {"override /model": said["model"]}, read(path).get("scales") or {}
-    known = [name for name in scales if wanted in (read(conf / "scale" / f"{name}.yaml").get("defaults") or [])]
-    return [f"scale={name}" for name in known[:1]]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

@@ -43,17 +43,16 @@ def compare(arguments: Sequence[str], root: Path) -> None:
     from experiments.lab.show.compare import compare as compared
     from experiments.lab.store import runs
 
-    now = runs.find(chosen.results, chosen.A)
-    if chosen.rev is None:
-        print(compared(now, runs.find(chosen.results, chosen.B)))
-        return
+    first = runs.find(chosen.results, chosen.A)
     with TemporaryDirectory() as folder:
-        print(compared(runs.published(now, chosen.rev, Path(folder)), now, chosen.rev))
+        if chosen.rev is None:
+            print(compared(first, runs.find(chosen.results, chosen.B)))
+        else:
+            print(compared(runs.published(first, chosen.rev, Path(folder)), first, chosen.rev))
 
 
 def stale(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("stale", root / "results")
-    chosen = parser.parse_args(arguments)
+    chosen = _parser("stale", root / "results").parse_args(arguments)
     from experiments.lab.store import result as store
     from experiments.lab.store import runs
 

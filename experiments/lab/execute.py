@@ -26,7 +26,7 @@ from experiments.lab.store.kept import Kept
 from experiments.lab.store.result import COMPLETE, Provenance, Result, RunInfo, StoreError
 from experiments.lab.store.rows import Row
 from experiments.lab.store.runs import exclusive
-from experiments.lab.typed import Settled
+from experiments.lab.typed import INTERNAL, Settled
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 LONGEST_NAME = 160  # of a run; file systems take 255 bytes with the endings
@@ -87,51 +87,61 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     written = _store(results, result)
     if findings.status == COMPLETE:
         kept.drop()
-    path = _report(results, reports, written, store.page_name(result.info))
+    try:
+        with exclusive(results):
+            path = report.rebuild(results, reports, only=store.page_name(result.info))[0]
+    except (StoreError, OSError) as problem:
+        raise IncompleteRun(
+            f"measured and stored in {written}, but the report cannot be made: {problem}. "
+            "`python run.py report` makes it again"
+        ) from problem
     stored = store.read(written)
     print(report.summary(stored))
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
     trackers.track(stored, report.figure_paths(reports, stored), tracker, root)
-    if findings.error is not None:
-        _stop(findings, findings.error, written, steps.pace)
-    return path
+    if (error := findings.error) is None:
+        return path
+    message = f"{findings.status}, in {written}"  # after what it had is safe
+    if isinstance(error, KeyboardInterrupt):
+        print(". ".join(filter(None, [message, steps.pace])), file=sys.stderr)
+        raise KeyboardInterrupt from error  # which ends a sweep, too
+    if not isinstance(error, MiniInferError):
+        traceback.print_exception(error)
+    raise IncompleteRun(message) from error
 
 
 def _result(
     experiment: Experiment, findings: Findings, name: str, run: str, origin: Provenance, settled: Settled
 ) -> Result:
     spec, axes = experiment.spec, settled.axes
-    config = {key: value for key, value in schema.plain(settled.config).items() if key not in ("axes", "scales", "via")}
     found = {f.name: getattr(findings, f.name) for f in fields(Findings)}
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
-    same = {f.name for f in fields(RunInfo)} & found.keys() - {"points", "notes", "ceilings"}
+    of_info = {f.name for f in fields(RunInfo)}
+    same = {key: found[key] for key in of_info & found.keys() - {"points", "notes", "ceilings"}}
+    said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target")}
     info = RunInfo(
         experiment=name,
         hardware=experiment.hardware_key,
         run=run,
         title=", ".join(filter(None, [spec.title, " ".join(filter(None, [axes.model, axes.title]))])),
-        question=spec.question,
         method=" ".join(filter(None, [axes.procedure, spec.method, axes.method])),
         baseline=experiment.baseline,
         variants=dict(experiment.variants),
         points={point.name: dict(point.values) for point in findings.points or experiment.points},
         metrics=dict(experiment.metrics),
         claims=tuple(experiment.claims),
-        plots=spec.plots,
         code=tuple(dict.fromkeys((*spec.code, *axes.code))),
-        limits=spec.limits,
         provenance=origin,
-        config=config,
+        config={key: value for key, value in schema.plain(settled.config).items() if key not in INTERNAL},
         ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
-        original=spec.original,
-        target=spec.target,
         notes=(*settled.notes, *findings.notes, *sweep.notes()),
         scale=axes.scale,
         via=axes.via,
         default_scale=settled.default_scale,
         changed=dict(settled.changed),
         aa=experiment.aa,
-        **{name: found[name] for name in same},
+        **said,
+        **same,
     )
     return Result(info, **{name: found[name] for name, _ in store.TABLES.values()})
 
@@ -144,14 +154,13 @@ def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
 
 
 def _store(results: Path, result: Result) -> Path:
-    """Writes the result and returns its JSON's path. What cannot be written to its place goes to the system's folder
-    for temporary files, and to the terminal where that fails too; then IncompleteRun is raised."""
+    """Its JSON's path. What cannot be written there goes to a temporary folder, or else to the terminal."""
+    folder = results / store.run_path(result.info).parent
     try:
         with exclusive(results):
             return store.write_run(results, result)
     except (StoreError, OSError) as error:
         problem = str(error)
-    folder = results / store.run_path(result.info).parent
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
     except (StoreError, OSError) as error:
@@ -161,25 +170,3 @@ def _store(results: Path, result: Result) -> Path:
         f"{problem}. What was measured is kept in {kept.parent}: move its files to {folder} once it can be written, "
         "and run `python run.py report`"
     )
-
-
-def _report(results: Path, reports: Path, written: Path, page: str) -> Path:
-    try:
-        with exclusive(results):
-            return report.rebuild(results, reports, only=page)[0]
-    except (StoreError, OSError) as error:
-        raise IncompleteRun(
-            f"measured and stored in {written}, but the report cannot be made: {error}. "
-            "`python run.py report` makes it again"
-        ) from error
-
-
-def _stop(findings: Findings, error: BaseException, written: Path, pace: str) -> None:
-    """Ends a run that was stopped in the middle, after what it had is safe."""
-    message = f"{findings.status}, in {written}"
-    if isinstance(error, KeyboardInterrupt):
-        print(". ".join(filter(None, [message, pace])), file=sys.stderr)
-        raise KeyboardInterrupt from error  # which ends a sweep, too
-    if not isinstance(error, MiniInferError):
-        traceback.print_exception(error)
-    raise IncompleteRun(message) from error

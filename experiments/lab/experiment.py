@@ -59,37 +59,26 @@ class Findings:
 
 
 class Experiment:
-    """Built from a config that it checks to the last key, so that `measure` cannot fail on a setting.
+    """Built from a config that it checks to the last key, so that `measure` cannot fail on a setting."""
 
-    Attributes:
-        reads: which settings it reads, or sections of them, beside those that every experiment does
-            (typed.EVERYWHERE). Others on the command line are refused.
-        spec: what the YAML may say: a subclass annotates it with a class of its own.
-        settings: measure.* of the config.
-        chosen: what `hardware=<name>` put into the config.
-        engine: settings of the engine, before any variant changes them.
-        threads: of torch.
-        device: on which it measures.
-        aa: the variant that is the baseline a second time.
-        generates: whether an engine of ours answers requests here, so that a gate has to check its tokens.
-    """
-
+    # Settings that it reads, or sections of them, beside those that every experiment does (typed.EVERYWHERE). Others on
+    # the command line are refused.
     reads: Sequence[str] = ()
-    spec: ExperimentSpec
-    device: Device
+    spec: ExperimentSpec  # what the YAML may say: a subclass annotates it with a class of its own
+    device: Device  # on which it measures
     baseline: str | None = None
     variants: Mapping[str, str]  # name -> label
     points: Sequence[Point]
     metrics: Mapping[str, Metric]
     claims: Sequence[Claim]
-    aa: str | None = None
-    generates: bool = False
+    aa: str | None = None  # the variant that is the baseline a second time
+    generates: bool = False  # whether an engine of ours answers requests here, so that a gate has to check its tokens
 
     def __init__(self, config: DictConfig) -> None:
         self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(Hardware, config.hardware, "hardware")
-        self.engine = schema.engine_config(config.engine)
+        self.engine = schema.engine_config(config.engine)  # before any variant changes it
         self.threads = self.settings.threads or torch.get_num_threads()
 
     @classmethod
@@ -117,8 +106,8 @@ class Experiment:
     def with_baseline_again(self, labels: Mapping[str, str]) -> dict[str, str]:
         """The variants with their labels, and as the last one the baseline a second time, which is to show no
         difference, where `measure.aa` asks for it on this device: `aa` is its name then."""
-        again = self.settings.aa
-        if again is Again.never or (again is Again.auto and hardware.resolve(self.device) != "cuda"):
+        asked = self.settings.aa
+        if asked is Again.never or (asked is Again.auto and hardware.resolve(self.device) != "cuda"):
             return dict(labels)
         assert self.baseline is not None
         self.aa = f"{self.baseline} again"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -25,15 +24,20 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [option for option in error.options if not option.startswith("_")]  # which others build on
         options += SHIPPED if group == "model" else ()
-        return f"unknown option {group}={name}{suggest(name, options)}" + _extra(group, name)
+        extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
+        plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'"
+        return f"unknown option {group}={name}{suggest(name, options)}" + plugin * (
+            group == "hydra/launcher" and bool(extra)
+        )
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"
-    cause = _omegaconf_cause(error)
-    if cause is not None:
-        origin = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+    text, cause = str(error).strip(), error
+    while (before := cause.__cause__ or cause.__context__) and not isinstance(cause, OmegaConfError):
+        cause = before
+    if isinstance(cause, OmegaConfError):
+        origin = text.partition(":")[0] + ": " if text.startswith("In '") else ""
         return origin + describe(cause, groups)
-    text = str(error).strip()
     if isinstance(error, ValueError) and text.startswith("Config group override must be"):
         return "a group on the command line takes the name of one of its options; to take none, leave the group out"
     if isinstance(error, HydraException):
@@ -43,19 +47,12 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
     return None
 
 
-def _extra(group: str, name: str) -> str:
-    """What to install for a launcher that is a plugin."""
-    extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
-    if group != "hydra/launcher" or not extra:
-        return ""
-    return f". The launcher {name} is a plugin: pip install -e '.[{extra}]'"
-
-
 def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
     key = str(error.full_key or error.key or "").removeprefix(".")
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         section, _, last = key.rpartition(".")
-        known = _known(error)
+        parent = error.parent_node
+        known = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
         if not section and "hydra" in known:  # the root of the command line
             known = sorted({*known, *groups} - {"hydra"})
         text = f"unknown setting {key!r}{suggest(last or key, known, f' in {section}' if section else '')}"
@@ -63,12 +60,9 @@ def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value: it must be given"
     reason = str(error.msg or error).splitlines()[0]
-    if isinstance(error, ValidationError):
-        allowed = _enum_of(error)
-        if allowed:
-            return f"{key} cannot be {error.value!r}{suggest(str(error.value), allowed)}"
-        return f"{key}: {reason}"
-    return f"{key}: {reason}" if key else reason
+    if isinstance(error, ValidationError) and (allowed := _enum_of(error)):
+        return f"{key} cannot be {error.value!r}{suggest(str(error.value), allowed)}"
+    return f"{key}: {reason}" if key or isinstance(error, ValidationError) else reason
 
 
 def suggest(name: str, known: Iterable[str], where: str = "") -> str:
@@ -79,23 +73,8 @@ def suggest(name: str, known: Iterable[str], where: str = "") -> str:
     return f"{hint} Known{where}: {', '.join(names) or '(nothing)'}"
 
 
-def _omegaconf_cause(error: BaseException | None) -> OmegaConfError | None:
-    while error is not None:
-        if isinstance(error, OmegaConfError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _known(error: OmegaConfError) -> list[str]:
-    parent = error.parent_node
-    return [str(key) for key in parent] if isinstance(parent, DictConfig) else []
-
-
 def _enum_of(error: OmegaConfError) -> list[str]:
-    node: Any = error.child_node
-    kind = getattr(node, "enum_type", None)
+    kind = getattr(error.child_node, "enum_type", None)
     if kind is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
-        child = error.parent_node._get_node(error.key)
-        kind = getattr(child, "enum_type", None)
+        kind = getattr(error.parent_node._get_node(error.key), "enum_type", None)
     return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

@@ -30,35 +30,25 @@ def grid(axes: Mapping[str, Any]) -> list[Point]:
         workload.count: [1, 8]
         load: {short: {workload.prompt_tokens: 128}, long: {workload.prompt_tokens: 4096, workload.output_tokens: 8}}
     """
-    names = short_names([key for key, values in axes.items() if not isinstance(values, Mapping)])
-    choices = [[(key, value) for value in _values(key, values)] for key, values in axes.items()]
-    return [_combined(combination, axes, names) for combination in itertools.product(*choices)]
-
-
-def _values(key: str, values: Any) -> list[Any]:
-    if isinstance(values, Mapping) and values and all(isinstance(bundle, Mapping) for bundle in values.values()):
-        return list(values)
-    if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or not values:
-        got = list(values) if isinstance(values, tuple) else values
-        raise ConfigError(
-            f"experiment.points[{key}] must be a list of values, got {got} (or names with their settings)"
-        )
-    return list(values)
-
-
-def _combined(combination: Sequence[tuple[str, Any]], axes: Mapping[str, Any], names: Mapping[str, str]) -> Point:
-    settings: dict[str, Any] = {}
-    labels: dict[str, str] = {}
-    words = []
-    for key, value in combination:
-        if isinstance(axes[key], Mapping):
-            settings |= axes[key][value]
-            labels[key] = value
-            words.append(value)
+    names, choices = short_names([key for key, values in axes.items() if not isinstance(values, Mapping)]), []
+    for key, values in axes.items():
+        if isinstance(values, Mapping) and values and all(isinstance(bundle, Mapping) for bundle in values.values()):
+            choices.append([Point(name, bundle, {key: name}) for name, bundle in values.items()])
+        elif isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or not values:
+            got = list(values) if isinstance(values, tuple) else values
+            raise ConfigError(
+                f"experiment.points[{key}] must be a list of values, got {got} (or names with their settings)"
+            )
         else:
-            settings[key] = value
-            words.append(f"{names[key]}={value}")
-    return Point(" ".join(words), settings, labels)
+            choices.append([Point(f"{names[key]}={value}", {key: value}) for value in values])
+    return [
+        Point(
+            " ".join(part.name for part in parts),
+            {key: value for part in parts for key, value in part.values.items()},
+            {key: label for part in parts for key, label in part.labels.items()},
+        )
+        for parts in itertools.product(*choices)
+    ]
 
 
 def point(values: Mapping[str, Any]) -> Point:
@@ -78,6 +68,16 @@ def flat(values: Mapping[Any, Any], inside: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{inside}{key}.") if nested else {f"{inside}{key}": value}
     return found
+
+
+def keys(section: str, names: str) -> tuple[str, ...]:
+    """Dotted keys of settings in a section, by their names with spaces between."""
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def within(key: str, parts: Sequence[str]) -> bool:
+    """Whether a dotted key is one of these, or in such a section."""
+    return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -1,29 +1,24 @@
-"""What Hydra checks a config against, and the one way out of Hydra into frozen, validated settings.
-
-OmegaConf refuses to merge into frozen dataclasses, so each settings class gets a mutable twin, derived from
-it: the frozen class stays the only place where a setting is written down.
-"""
+"""What Hydra checks a config against, and the one way out of Hydra into frozen, validated settings."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 import typing
-from collections.abc import Hashable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_class
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.check import Checked, Count, Natural, Positive
-from experiments.lab.explain import describe, suggest
+from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.settings import PeerSettings
@@ -36,36 +31,18 @@ Settings = TypeVar("Settings")
 Spec = TypeVar("Spec", bound=ExperimentSpec)
 
 
-def twin(cls: type) -> type:
-    """A mutable dataclass with the fields, types and defaults of `cls`, nested dataclasses included."""
-    return _twin(typing.cast(Hashable, cls))
+def node(cls: Any) -> DictConfig:
+    """A config with the types and defaults of a frozen dataclass, which OmegaConf would not merge into."""
+    made: DictConfig = OmegaConf.structured(cls)
+    _thaw(made)
+    return made
 
 
-@functools.cache
-def _twin(cls: Any) -> type:
-    hints = typing.get_type_hints(cls)
-    columns: list[Any] = []
-    for f in fields(cls):
-        hint = _twin_hint(hints[f.name])
-        if is_dataclass(hint):
-            columns.append((f.name, hint, field(default_factory=typing.cast(type, hint))))
-        elif isinstance(f.default, tuple):
-            columns.append((f.name, hint, field(default_factory=functools.partial(list, f.default))))
-        elif f.default_factory is not MISSING:
-            columns.append((f.name, hint, field(default_factory=f.default_factory)))
-        elif f.default is not MISSING:
-            columns.append((f.name, hint, field(default=f.default)))
-        else:
-            columns.append((f.name, hint))
-    return dataclasses.make_dataclass(cls.__name__, columns, namespace={"frozen_class": cls})
-
-
-def _twin_hint(hint: Any) -> Any:
-    if is_dataclass(hint):
-        return twin(typing.cast(type, hint))
-    if typing.get_origin(hint) is tuple:  # tuple[X, ...], which OmegaConf knows as a list
-        return list[_twin_hint(typing.get_args(hint)[0])]  # type: ignore[misc]
-    return hint
+def _thaw(config: DictConfig) -> None:
+    OmegaConf.set_readonly(config, None)
+    for child in map(config._get_node, config):
+        if isinstance(child, DictConfig) and child:
+            _thaw(child)
 
 
 class Again(str, Enum):
@@ -159,9 +136,9 @@ def register(conf: Path = CONF, experiment: str = "*") -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
     experiments of the folder `conf` say of their scales; reading all of them takes seconds, one of them none."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=twin(RunConfig))
+    store.store(name="schema", node=node(RunConfig))
     for name, cls in WORKLOADS.items():
-        store.store(group="schema/workload", name=name, node=twin(cls))
+        store.store(group="schema/workload", name=name, node=node(cls))
     axes.register(conf / "experiment", experiment)
     store.repo = _Shared(store.repo)
 
@@ -170,8 +147,8 @@ def build(cls: type[Settings], values: Any, path: str) -> Settings:
     """`values` (a config node or plain dict) as a frozen `cls`; unknown keys and wrong types are errors."""
     plain = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
     try:
-        merged: Any = OmegaConf.merge(_schema(typing.cast(Hashable, cls), path), {path: plain})
-        return typing.cast(Settings, _freeze(OmegaConf.to_object(merged[path])))
+        merged: Any = OmegaConf.merge(_schema(typing.cast(Any, cls), path), {path: plain})
+        return typing.cast(Settings, _frozen(merged[path]))
     except OmegaConfBaseException as error:
         text = describe(error)
         raise ConfigError(text if path in text else f"{path}: {text}") from error
@@ -180,7 +157,7 @@ def build(cls: type[Settings], values: Any, path: str) -> Settings:
 @functools.cache
 def _schema(cls: Any, path: str) -> DictConfig:
     """Nested, so that an error names the whole key. It takes more than half of the time of a merge with it."""
-    return OmegaConf.create({path: twin(cls)})
+    return OmegaConf.create({path: node(cls)})
 
 
 def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
@@ -192,27 +169,14 @@ def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
     return build(cls, values, "experiment")
 
 
-def _freeze(value: Any) -> Any:
-    if hasattr(type(value), "frozen_class"):
-        return type(value).frozen_class(**{f.name: _freeze(getattr(value, f.name)) for f in fields(value)})
-    if isinstance(value, list):
-        return tuple(_freeze(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _freeze(item) for key, item in value.items()}
-    return value
-
-
-def packed(config: DictConfig) -> tuple[dict[str, Any], str | None]:
-    """A composed config for another process: plain values, and the kind of its workload. `unpacked` takes them."""
-    return plain(config), None if config.workload is None else workload(config).kind
-
-
-def unpacked(values: Mapping[str, Any], kind: str | None) -> DictConfig:
-    """The config of `packed`, with the types of its schema."""
-    config = OmegaConf.structured(twin(RunConfig))
-    if kind is not None:
-        config.workload = OmegaConf.structured(twin(WORKLOADS[kind]))
-    return typing.cast(DictConfig, OmegaConf.merge(config, values))
+def _frozen(value: Any) -> Any:
+    if isinstance(value, ListConfig):
+        return tuple(_frozen(value[index]) for index in range(len(value)))
+    if not isinstance(value, DictConfig):
+        return value
+    values: dict[Any, Any] = {key: _frozen(value[key]) for key in value}
+    cls = OmegaConf.get_type(value)
+    return cls(**values) if is_dataclass(cls) else values
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -220,26 +184,25 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, enum_to_str=True))
 
 
-def engine_config(node: DictConfig) -> EngineConfig:
-    return EngineConfig.from_dict(plain(node))
+def engine_config(config: DictConfig) -> EngineConfig:
+    return EngineConfig.from_dict(plain(config))
 
 
 def workload(config: DictConfig) -> Workload:
     """The chosen workload. Its class is that of the schema which its file names in its defaults list."""
-    node = config.workload
-    cls = OmegaConf.get_type(node) if OmegaConf.is_config(node) else None
-    if cls is None or not hasattr(cls, "frozen_class"):
+    cls = OmegaConf.get_type(config.workload) if OmegaConf.is_config(config.workload) else None
+    if not is_dataclass(cls):
         raise ConfigError(
             "the workload has no type: choose one with workload=<name>; a file in conf/workload/ names its kind in "
             f"its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
         )
-    return typing.cast(Workload, build(cls.frozen_class, node, "workload"))
+    return typing.cast(Workload, build(cls, config.workload, "workload"))
 
 
-def merged(node: DictConfig, changes: Mapping[str, Any], where: str) -> DictConfig:
-    """`node` with nested `changes`; an error names its key below `where`."""
+def merged(config: DictConfig, changes: Mapping[str, Any], where: str) -> DictConfig:
+    """`config` with nested `changes`; an error names its key below `where`."""
     try:
-        return typing.cast(DictConfig, OmegaConf.merge(node, changes))
+        return typing.cast(DictConfig, OmegaConf.merge(config, changes))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {describe(error)}") from error
 
@@ -262,17 +225,10 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def experiment_class(config: DictConfig) -> Any:
     """The class that `experiment._target_` names."""
     target = config.experiment.get("_target_")
-    if not isinstance(target, str) or "." not in target:
-        raise ConfigError(
-            "experiment._target_ must name the class that runs the experiment, such as experiments.ablation.Ablation; "
-            f"got {target!r}"
-        )
-    module_name, _, name = target.rpartition(".")
     try:
-        found = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"experiment._target_={target} cannot be imported: {error}") from error
-    if name not in found:
-        classes = [key for key, value in found.items() if hasattr(value, "from_config")]
-        raise ConfigError(f"experiment._target_={target}: no such class in {module_name}{suggest(name, classes)}")
-    return found[name]
+        return get_class(target)
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"experiment._target_={target} must name the class that runs the experiment, such as "
+            f"experiments.ablation.Ablation: {error}"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -20,6 +21,11 @@ PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts fo
 # Settings of how GPUs are put together, and of what a step takes there: layouts in which they are equal have one shape.
 SHAPE = ("engine.parallel.tensor", "engine.parallel.pipeline", PREFILL_SHARE, "engine.model.quantization",
          "engine.speculation.method")  # fmt: skip
+
+
+def settings_of(variant: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the engine, that it changes."""
+    return {key: value for key, value in variant.items() if key not in VARIANT_KEYS}
 
 
 @dataclass(frozen=True)

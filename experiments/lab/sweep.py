@@ -40,17 +40,14 @@ class Outcome:
 
 def name() -> str | None:
     """The sweep that this job belongs to, by its folder's date and time; None outside a sweep."""
-    if not _in_sweep():
-        return None
-    return " ".join(Path(HydraConfig.get().sweep.dir).parts[-2:])
+    return " ".join(Path(HydraConfig.get().sweep.dir).parts[-2:]) if _in_sweep() else None
 
 
 def notes() -> list[str]:
     """What a report must say about how the launcher ran this job."""
     side_by_side = _parallel(HydraConfig.get().launcher) if _in_sweep() else ""
-    if not side_by_side:
-        return []
-    return [f"Measured in a sweep whose jobs ran {side_by_side}: they disturbed each other's timings."]
+    told = f"Measured in a sweep whose jobs ran {side_by_side}: they disturbed each other's timings."
+    return [told] if side_by_side else []
 
 
 @contextmanager
@@ -69,7 +66,14 @@ def job() -> Iterator[None]:
         status, reason = FAILED, "interrupted"
         raise
     except (Exception, SystemExit) as error:
-        status, reason = _judge(error)
+        if isinstance(error, SystemExit):
+            status, reason = (FAILED, f"exit code {error.code}") if error.code else (DONE, "")
+        else:
+            status, text = FAILED, explain(error)
+            if text is None:  # it is no known mistake
+                traceback.print_exception(error)
+                text = f"{type(error).__name__}: {error}"
+            reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
         print(f"job {number} {status}: {reason}", file=sys.stderr)
     finally:
         outcome = Outcome(number, overrides, status, reason, round(time.monotonic() - start, 3))
@@ -82,9 +86,7 @@ def job() -> Iterator[None]:
 def outcomes(folder: Path) -> list[Outcome]:
     """Of all jobs that have begun, in order."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not path.name.isdecimal():
-            continue
+    for path in folder.glob("[0-9]*"):
         try:
             values = json.loads((path / FILE).read_text(encoding="utf-8"))
             found.append(Outcome(**{**values, "overrides": tuple(values["overrides"])}))
@@ -107,14 +109,12 @@ def table(found: Sequence[Outcome]) -> str:
 class Summary(Callback):
     """Prints the table of all jobs after the last one, or when the sweep is cut off; exit code 1 where one failed."""
 
-    def __init__(self) -> None:
-        self._folder: Path | None = None
+    _folder: Path | None = None  # until the table is printed
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder = Path(config.hydra.sweep.dir).absolute()
         atexit.register(self._print)  # for a sweep that never comes to its end: Ctrl-C, a worker that is killed
-        side_by_side = _parallel(config.hydra.launcher)
-        if side_by_side:
+        if side_by_side := _parallel(config.hydra.launcher):
             print(
                 f"warning: jobs run {side_by_side} and disturb each other's timings: fit to try things out, not for "
                 "numbers to keep",
@@ -147,14 +147,3 @@ def _parallel(launcher: DictConfig) -> str:
         count = wanted if wanted > 0 else max(1, hardware.cores() + 1 + wanted)  # joblib's meaning of -1, -2, ...
         return f"{count} at a time on this machine" if count > 1 else ""
     return "all at once on this machine" if target.endswith("submitit_launcher.LocalLauncher") else ""
-
-
-def _judge(error: BaseException) -> tuple[str, str]:
-    """Status and reason of a job that ended with `error`; the traceback goes to stderr where it is no known mistake."""
-    if isinstance(error, SystemExit):
-        return (DONE, "") if error.code in (None, 0) else (FAILED, f"exit code {error.code}")
-    text = explain(error)
-    if text is None:
-        traceback.print_exception(error)
-        text = f"{type(error).__name__}: {error}"
-    return FAILED, next((line for line in text.splitlines() if line.strip()), type(error).__name__)

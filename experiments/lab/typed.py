@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.lab import axes, points, schema, variants
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
-from experiments.lab.spec import RATE, VARIANT_KEYS
+from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
@@ -54,7 +54,13 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     _require_read(config, typed, experiment)
-    notes += [*_balance(config), *_drop_bounds(config, experiment), *_rename(config, typed)]
+    if (asked := config.measure.repeats) % 2 and asked > 1:
+        config.measure.repeats = asked + 1
+        notes.append(
+            f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
+            "number does not balance."
+        )
+    notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)
     schema.workload(config)  # to find what it does not know
@@ -74,7 +80,7 @@ def _changed(config: DictConfig, typed: Sequence[Override]) -> dict[str, str]:
             found[key] = "deleted"
         elif key == "measure.repeats":
             found[key] = str(config.measure.repeats)  # as many as there will be
-        elif key not in NOT_CHANGES and not _within(key, PLACES):
+        elif key not in NOT_CHANGES and not points.within(key, PLACES):
             found |= {leaf: points.shown(own) or "none" for leaf, own in points.flat({key: value}).items()}
     return found
 
@@ -97,22 +103,16 @@ def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
 
 def _leave_out(config: DictConfig) -> list[str]:
     """Drops the variants of measure.without, and the claims about them."""
-    gone = list(config.measure.without)
-    for name in gone:
-        if name not in (known := config.experiment.get("variants") or {}):
-            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
-        del config.experiment.variants[name]
-    lost = _keep_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & set(gone)) if gone else 0
-    return [f"Measured without {', '.join(gone)}." + _left_out(lost, "about what is not measured")] if gone else []
-
-
-def _balance(config: DictConfig) -> list[str]:
-    asked = config.measure.repeats
-    if asked == 1 or asked % 2 == 0:
+    if not (gone := list(config.measure.without)):
         return []
-    config.measure.repeats = asked + 1
-    return [f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
-            "number does not balance."]  # fmt: skip
+    known = config.experiment.get("variants") or {}
+    for name in gone:
+        if name not in known:
+            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
+        del known[name]
+    about, what = set(gone), "about what is not measured"
+    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
+    return [f"Measured without {', '.join(gone)}.{lost}"]
 
 
 def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
@@ -121,24 +121,23 @@ def _drop_bounds(config: DictConfig, experiment: str) -> list[str]:
     own, here = files.get("engine", {}).get("model", {}).get("device"), config.engine.model.device
     if own not in DEVICES or here in (own, Device.auto):
         return []
-    lost = _keep_claims(config, lambda claim: not _is_of_machine(claim))
-    if not lost:
+
+    def holds(claim: Mapping[str, Any]) -> bool:
+        ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
+        return ratio or not str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
+
+    if not (lost := _drop_claims(config, holds, f"with bounds for {DEVICES[own]}")):
         return []
     config.experiment.target = ""
-    where = f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}."
-    return [where + _left_out(lost, f"with bounds for {DEVICES[own]}")]
+    return [f"Measured on {DEVICES[here.value]} in place of {DEVICES[own]}.{lost}"]
 
 
-def _is_of_machine(claim: Mapping[str, Any]) -> bool:
-    ratio = any(claim.get(bound) is not None for bound in ("ratio_at_least", "ratio_at_most"))
-    return not ratio and str(claim.get("metric")).partition("@")[0].endswith(OF_MACHINES)
-
-
-def _keep_claims(config: DictConfig, kept: Callable[[Any], bool]) -> int:
-    """How many are dropped."""
+def _drop_claims(config: DictConfig, kept: Callable[[Any], bool], why: str) -> str:
+    """Says how many; empty where all are kept."""
     every = config.experiment.get("claims") or []
     config.experiment.claims = [claim for claim in every if kept(claim)]
-    return len(every) - len(config.experiment.claims)
+    count = len(every) - len(config.experiment.claims)
+    return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
 
 
 def _require_known(typed: Sequence[Override]) -> None:
@@ -152,7 +151,7 @@ def _require_known(typed: Sequence[Override]) -> None:
 
 
 def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
-    asked = [(one, key) for one in typed for key in _keys(one) if not _within(key, EVERYWHERE)]
+    asked = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)]
     if not asked:
         return
     who = experiment
@@ -163,28 +162,23 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
     else:
         reads = schema.experiment_class(config).reads
     for one, key in asked:
-        if not _within(key, reads):
+        if not points.within(key, reads):
             raise ConfigError(
                 f"{one.input_line}: {who} does not read {key}, and would measure the same: leave it out. It reads "
                 f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
             )
 
 
-def _within(key: str, parts: Sequence[str]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in parts)
-
-
 def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
     """A model on a GPU, with the dtype, lengths and memory of a scale for a CPU, would be another engine."""
     device, keys = config.hardware.device, [one.key_or_group for one in typed]
     others = [scale for scale in config.get("scales") or () if scale != config.axes.scale]
-    if device is Device.cuda and config.engine.model.device is Device.cpu and others and "scale" not in keys:
-        for key in keys:
-            if key in MODEL:
-                raise ConfigError(
-                    f"{key} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
-                    f"whose settings it is to have, scale={' or scale='.join(others)}"
-                )
+    of_cpu = device is Device.cuda and config.engine.model.device is Device.cpu and "scale" not in keys
+    if of_cpu and others and (chosen := [key for key in keys if key in MODEL]):
+        raise ConfigError(
+            f"{chosen[0]} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
+            f"whose settings it is to have, scale={' or scale='.join(others)}"
+        )
 
 
 def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:
@@ -201,8 +195,7 @@ def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:
 
 def _narrow(config: DictConfig, experiment: str) -> list[str]:
     """Puts measure.points in the place of what the experiment says, and drops the claims that fall away."""
-    asked = schema.plain(config.measure).get("points") or {}
-    if not asked:
+    if not (asked := schema.plain(config.measure).get("points") or {}):
         return []
     if config.experiment.get("_target_") != variants.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
@@ -217,16 +210,15 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
         return claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}])
 
-    lost = _keep_claims(config, stands)
+    lost = _drop_claims(config, stands, "about other points")
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
     if config.experiment.get("again_at"):
         config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
-    profiled = config.experiment.get("profile")
-    if profiled:
+    if profiled := config.experiment.get("profile"):
         config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
-    return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
+    return [f"Measured at other points than the experiment's own: {of}.{lost}"]
 
 
 def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
@@ -246,10 +238,6 @@ def _chosen(axis: str, own: Any, values: Any) -> Any:
     return {name: own[name] for name in values}
 
 
-def _left_out(count: int, why: str) -> str:
-    return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
-
-
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
     """A key that points, variants or the search set themselves: what was typed would never be measured."""
     spec = schema.plain(config.experiment)
@@ -262,7 +250,7 @@ def _require_not_varied(config: DictConfig, typed: Sequence[Override], experimen
         chooses = one.key_or_group in WHOLE and isinstance(one.value(), str)
         for key in () if chooses else _keys(one):
             for name, who in varied.items():
-                if _within(key, [name]) or _within(name, [key]):
+                if points.within(key, [name]) or points.within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
 
 
@@ -282,7 +270,7 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
             found.setdefault(key, f"its points: experiment.points.{axis}=[{chosen}] {way}")
     for name, changes in (spec.get("variants") or {}).items():
         if isinstance(changes, Mapping):
-            for key, value in points.flat({k: v for k, v in changes.items() if k not in VARIANT_KEYS}).items():
+            for key, value in points.flat(settings_of(changes)).items():
                 way = f"experiment.variants.{name}.{key}={points.shown(value)} is where it stands"
                 found.setdefault(f"engine.{key}", f"its variants: {way}")
     return found
@@ -320,6 +308,6 @@ def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
     config.axes.model = f"{name}, changed" if inside else name
     config.axes.scale = "".join(c if c.isalnum() or c in "_-" else "_" for c in name) + "_changed" * inside
     config.axes.method = ""
-    lost = _keep_claims(config, lambda claim: False)
+    lost = _drop_claims(config, lambda claim: False, f"with bounds for {was}")
     config.experiment.target = ""
-    return [f"Measured with {config.axes.model} instead of {was}." + _left_out(lost, f"with bounds for {was}")]
+    return [f"Measured with {config.axes.model} instead of {was}.{lost}"]

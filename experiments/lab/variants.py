@@ -9,16 +9,13 @@ from omegaconf import DictConfig
 
 from experiments.lab import axes, points, schema
 from experiments.lab.measure.kinds import SERVED, Kind
-from experiments.lab.spec import VARIANT_KEYS
+from experiments.lab.spec import settings_of
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime import preflight
 
 ABLATION = "experiments.ablation.Ablation"
-READ = (  # whatever is measured
-    *("workload", "hardware", "peers.processes", "measure.aa", "measure.points", "measure.predict", "measure.repeats"),
-    *("measure.seed", "measure.system"),
-)
+READ = ("workload", "hardware", "peers.processes", *points.keys("measure", "aa points predict repeats seed system"))
 NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhost:8000, say"
 
 
@@ -35,8 +32,8 @@ def kinds(config: DictConfig) -> set[Kind]:
 def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
     """The variant of that name, with these changes to the config. Raises ConfigError."""
     kind = _kind(config, name, changes)
-    settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
-    return kind, schema.engine_config(schema.merged(config.engine, settings, f"experiment.variants.{name}"))
+    where = f"experiment.variants.{name}"
+    return kind, schema.engine_config(schema.merged(config.engine, settings_of(changes), where))
 
 
 def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:

@@ -33,7 +33,7 @@ from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
 from experiments.lab import schema
-from experiments.lab.measure import clocks, lending, subjects
+from experiments.lab.measure import cells, clocks, subjects
 from experiments.lab.peers import process
 from experiments.lab.show.figures import frame
 from mini_infer import LLMEngine
@@ -305,7 +305,7 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
         return LLMEngine(config, clock=clock)
 
     monkeypatch.setattr(subjects, "LLMEngine", engine)
-    monkeypatch.setattr(lending, "clock", clock)
+    monkeypatch.setattr(cells, "clock", clock)
     # The dry model's sleep alone: a thread that another test left behind must not move this clock.
     monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep, perf_counter=clock))
     return clock

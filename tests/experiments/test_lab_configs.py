@@ -102,8 +102,8 @@ def test_every_kind_of_workload_has_a_file():
     assert set(WORKLOADS) <= set(catalog.groups(CONF)["workload"])
 
 
-def test_twins_have_the_defaults_of_the_settings():
-    made = schema.twin(EngineConfig)()
+def test_nodes_have_the_defaults_of_the_settings():
+    made = schema.node(EngineConfig)
     made.cache.block_size = 3  # mutable, which the settings are not
     assert schema.build(EngineConfig, {}, "engine") == EngineConfig()
 

@@ -8,7 +8,7 @@ from small_runs import measured, probe
 from experiments import ablation
 from experiments.lab import points
 from experiments.lab.judge.gate import compare
-from experiments.lab.measure import cells, lending
+from experiments.lab.measure import cells
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind
@@ -103,11 +103,14 @@ def test_what_times_its_own_steps_or_sums_starts_alone(settings, untimed):
 
 def test_an_engine_that_was_warm_is_warmed_up_briefly():
     asked = []
-    subject = SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0))
-    lent = lending.Lent(subject)
+    subject = SimpleNamespace(
+        serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0), forget=lambda: None
+    )
+    lent = cells.Lent(subject)
     items = [Item((index,), length) for index, length in enumerate((100, 8, 30))]
     for point in ("a", "a", "b"):
-        lent.warm_up(point, items, 3)
+        cell = SimpleNamespace(point=SimpleNamespace(name=point), workload=SimpleNamespace(in_flight=3))
+        cells.warm_up(cell, SimpleNamespace(warmup=items), lent)
     assert [[item.output_tokens for item in one] for one in asked] == [[100, 8, 30], [16, 8], [100, 8, 30]]
 
 
@@ -192,15 +195,15 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
 
     class Pool:
         def open(self, kind, config):
-            opened.append(lending.Lease(SimpleNamespace(alive=True, about={}, serve=None, forget=None), lambda: None))
+            opened.append(cells.Lease(SimpleNamespace(alive=True, about={}, serve=None, forget=None), lambda: None))
             return opened[-1]
 
-    lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
+    lender = cells.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
     used = []
     for stopped in (False, False, True, False):
         if stopped:
             opened[-1].process.alive = False
-        with lender.lend("vllm", Kind.vllm, EngineConfig()) as lent:
+        with lender.lend(SimpleNamespace(engine_of="vllm", kind=Kind.vllm, engine=EngineConfig())) as lent:
             assert lent.subject is opened[-1]
             used.append(bool(lent.served))
             lent.served.append(None)

@@ -1,6 +1,7 @@
 """A result is made of processes: their seeds, what they find together, and what is kept where one fails."""
 
 import gc
+import pickle
 from multiprocessing import Pipe, get_context
 
 import pytest
@@ -84,7 +85,7 @@ def test_steps_are_profiled_once_unless_every_profile_counts(config):
 def test_a_config_reaches_another_process_whole(config):
     made = config("workload.arrivals=poisson", "workload.rate_per_s=5", "measure.threads=1")
     made.experiment.points = {"workload.count": [1, 2]}
-    again = schema.unpacked(*schema.packed(made))
+    again = pickle.loads(pickle.dumps(made))
     assert schema.plain(again) == schema.plain(made)
     assert schema.workload(again) == schema.workload(made)
     assert Ablation.from_config(again).points == Ablation.from_config(made).points
@@ -223,7 +224,7 @@ def test_what_a_process_raises_is_raised_here_even_if_it_cannot_travel(config, m
 
     monkeypatch.setattr(Ablation, "measure", fails)
     ours, theirs = Pipe()
-    processes._answer(theirs, *schema.packed(config()))
+    processes._answer(theirs, config())
     theirs.close()
     with Steps("test") as steps, pytest.raises(type(raised), match=str(raised)):
         processes._follow(ours, steps)

@@ -10,7 +10,7 @@ from made_up_trace import KERNELS, event, trace
 from small_runs import measured, probe
 
 from experiments import ablation
-from experiments.lab.measure import profile_pass, subjects
+from experiments.lab.measure import subjects
 from experiments.lab.measure.profile import ROLES, KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
 from experiments.lab.show import report
 from experiments.lab.show.figures import stacks as profile_figure
@@ -140,15 +140,15 @@ def test_names_and_roles(name, short, what):
 def test_without_a_gpu_there_is_no_profile():
     engine = LLMEngine(EngineConfig.from_dict({"model": {"path": "dry", "load_format": "dry"}}))
     with pytest.raises(NoProfile, match="takes a GPU"):
-        profile_pass.profile_decode(engine, [], "new", "")
+        subjects.profile_decode(engine, [], "new", "")
 
 
 @pytest.fixture
 def dry_gpu(monkeypatch):
     """The dry model as if it ran on a GPU, profiled by a made-up trace."""
-    monkeypatch.setattr(profile_pass.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(profile_pass.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profile_pass, "_trace", lambda engine: [engine.step() for _ in range(5)] and trace())
+    monkeypatch.setattr(subjects.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(subjects.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(subjects, "_trace", lambda engine: [engine.step() for _ in range(5)] and trace())
 
 
 def dry_engine(max_model_len=None, **scheduler):
@@ -164,21 +164,21 @@ def items(count, tokens=40):
 def test_all_requests_decode_together_and_are_gone_afterwards(dry_gpu):
     engine = dry_engine(max_num_batched_tokens=64, max_num_seqs=8)
     for _ in range(2):
-        profile, rows = profile_pass.profile_decode(engine, items(4), "new", "p")
+        profile, rows = subjects.profile_decode(engine, items(4), "new", "p")
         assert (profile.variant, profile.point, profile.rows) == ("new", "p", 4)
         assert profile.plain_us > 0
         assert rows
         assert not engine.has_unfinished_requests()
     assert all(record.decode_tokens in (0, 1, 2, 3, 4) for record in engine.records)
-    assert sum(record.decode_tokens == 4 for record in engine.records) >= 2 * (profile_pass.STEPS + profile_pass.CALM)
+    assert sum(record.decode_tokens == 4 for record in engine.records) >= 2 * (subjects.STEPS + subjects.CALM)
     assert not any(record.prefix_hit_tokens for record in engine.records)  # the second profile finds nothing cached
 
 
 def test_what_cannot_decode_together_is_said_so(dry_gpu):
     with pytest.raises(NoProfile, match="does not decode 4 requests together"):
-        profile_pass.profile_decode(dry_engine(max_model_len=192, max_num_seqs=2), items(4), "new", "p")
+        subjects.profile_decode(dry_engine(max_model_len=192, max_num_seqs=2), items(4), "new", "p")
     with pytest.raises(NoProfile, match="leaves 60 tokens after the longest prompt"):
-        profile_pass.profile_decode(dry_engine(max_model_len=100), items(1), "new", "p")
+        subjects.profile_decode(dry_engine(max_model_len=100), items(1), "new", "p")
 
 
 def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):
@@ -189,7 +189,7 @@ def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):
         "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 4},
     }
     with pytest.raises(NoProfile, match="ended while its steps were profiled"):
-        profile_pass.profile_decode(LLMEngine(EngineConfig.from_dict(config)), items(4, tokens=60), "new", "p")
+        subjects.profile_decode(LLMEngine(EngineConfig.from_dict(config)), items(4, tokens=60), "new", "p")
 
 
 # --- in a run ---

@@ -9,7 +9,7 @@ from reimported import reimported
 from experiments import ablation, scheduler_overhead
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate
-from experiments.lab.measure import lending
+from experiments.lab.measure import cells
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.show import report
@@ -58,13 +58,13 @@ def test_an_ablation_measures_every_variant_at_every_point_in_every_repeat(on_dr
 
 def test_variants_take_turns(on_dry_model, monkeypatch):
     order = []
-    real = lending.open_subject
+    real = cells.open_subject
 
     def noting(kind, config):
         order.append(config.seed)
         return real(kind, config)
 
-    monkeypatch.setattr(lending, "open_subject", noting)
+    monkeypatch.setattr(cells, "open_subject", noting)
     config = on_dry_model("experiment.claims=[]", "measure.repeats=4")
     config.experiment.points = {}
     config.experiment.variants = {"transformers": {"seed": 1}, "engine": {"seed": 2}}
@@ -110,9 +110,9 @@ def test_planted_faults_are_caught(on_dry_model, virtual_time, monkeypatch, tmp_
     quick = "engine.model.dry.step_ms=1"  # of a clock that nothing else disturbs
     config = on_dry_model(quick, "+experiment.variants.engine.seed=7", f"paths.results={tmp_path / 'r'}")
     config.paths.reports = str(tmp_path / "reports")
-    real = lending.open_subject
+    real = cells.open_subject
     monkeypatch.setattr(
-        lending, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
+        cells, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
     )
     path = execute(config, "quickstart", [], tmp_path)
     result = store.read(tmp_path / "r/quickstart/own.in_process/cpu/default.json")

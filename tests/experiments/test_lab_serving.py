@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.lab.load import clients, server, subject
-from experiments.lab.load.client import Drive
-from experiments.lab.load.clients import Target
+from experiments.lab.load import client, subject
+from experiments.lab.load.client import Client, Target
 from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
 from experiments.lab.measure.kinds import Kind
@@ -96,7 +95,7 @@ def test_what_is_no_complete_answer_is_an_error():
 
 
 def drive(items, answer, places=1, hang_up=False):
-    """What a Drive finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer."""
+    """What a client finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer."""
     bodies = []
 
     async def handle(reader, writer):
@@ -112,17 +111,19 @@ def drive(items, answer, places=1, hang_up=False):
                     break
         writer.close()
 
-    async def run():
-        listener = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-        job = Drive(items, Target("127.0.0.1", port, "/v1/completions", "made-up"), "salt")
-        await job.connect(places)
-        await job.run(time.perf_counter() + 0.01, places)
-        listener.close()
-        served, cpu_s, tells_cached = job.outcome()
-        return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end)
-
-    return asyncio.run(run()), bodies
+    job = Client(None)  # whose loop is the server's, too
+    listener = job._loop.run_until_complete(asyncio.start_server(handle, "127.0.0.1", 0))
+    job._target = Target("127.0.0.1", listener.sockets[0].getsockname()[1], "/v1/completions", "made-up")
+    job.prepare(items, range(len(items)), "salt", places)
+    job.go(time.perf_counter() + 0.01)
+    listener.close()
+    served, cpu_s, tells_cached = job.outcome()
+    handlers = asyncio.all_tasks(job._loop)
+    for task in handlers:
+        task.cancel()
+    job._loop.run_until_complete(asyncio.wait(handlers) if handlers else asyncio.sleep(0))
+    job._loop.close()
+    return SimpleNamespace(traces=served.requests, cpu_s=cpu_s, tells_cached=tells_cached, end=served.end), bodies
 
 
 def three(body):
@@ -173,32 +174,26 @@ def test_arrivals_are_kept_whoever_is_busy():
 
 
 def test_nobody_listens():
-    async def run():
-        job = Drive([Item((1,), 1)], Target("127.0.0.1", 1, "/v1/completions", "x"), "")
-        await job.connect(1)
-
-    with pytest.raises(OSError, match="1"):
-        asyncio.run(run())
+    job = Client(Target("127.0.0.1", 1, "/v1/completions", "x"))
+    with contextlib.closing(job._loop), pytest.raises(OSError, match="1"):
+        job.prepare([Item((1,), 1)], [0], "", 1)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------
 
 
-def test_requests_and_places_are_dealt_out_evenly_and_conversations_stay_together():
+def test_requests_are_dealt_out_evenly_and_conversations_stay_together():
     items = [Item((1,), 1), Item((2,), 1), Item((3,), 1, follows=0), Item((4,), 1), Item((5,), 1, follows=2)]
-    first, second = clients.split(items, 5, 2)
-    assert (first.indices, [item.follows for item in first.items]) == ((0, 2, 3, 4), [None, 0, None, 1])
-    assert second.indices == (1,)
-    assert (first.places, second.places) == (3, 2)
-    assert len(clients.split(items[:1], 1, 1)) == 1
+    assert client.deal(items, 2) == [[0, 2, 3, 4], [1]]
+    assert client.deal(items[:1], 2) == [[0], []]
 
 
 @pytest.mark.parametrize(("in_flight", "cpus", "expected"), [(1, 16, 1), (64, 16, 1), (256, 16, 4), (256, 4, 2)])
 def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
-    monkeypatch.setattr(clients.hardware, "cores", lambda: cpus)
+    monkeypatch.setattr(client.hardware, "cores", lambda: cpus)
     nobody = Target("127.0.0.1", 1, "/", "x")
-    assert clients.Clients(nobody, ClientSettings())._count(in_flight) == expected
-    assert clients.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)
+    assert client.Clients(nobody, ClientSettings())._count(in_flight) == expected
+    assert client.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)
 
 
 # --- mini-infer's own server ---------------------------------------------------------------------------------------
@@ -288,7 +283,7 @@ def test_every_setting_of_the_engine_becomes_a_flag():
             "graphs": {"capture": "never"},
         }
     )
-    flags = server.flags(config)
+    flags = subject.flags(config)
     assert {"--model=x", '--model.hf_config={"a": [1]}', "--cache.block_size=32", "--graphs.capture=never"} <= set(
         flags
     )

@@ -7,7 +7,7 @@ from small_runs import measured, probe
 
 from experiments.lab.judge import validity
 from experiments.lab.load import subject
-from experiments.lab.load.client import Drive
+from experiments.lab.load.client import Client
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.peers.settings import PeerSettings
@@ -146,13 +146,13 @@ def over_http(server, compose_config, peers_are_forked, monkeypatch):
 
 def plant_in_client(monkeypatch, change):
     """`change` is done to what the load client's process tells of a pass."""
-    real = Drive.outcome
+    real = Client.outcome
 
     def outcome(self):
         served, *more = real(self)
         return change(served), *more
 
-    monkeypatch.setattr(Drive, "outcome", outcome)
+    monkeypatch.setattr(Client, "outcome", outcome)
 
 
 def of_each(change):

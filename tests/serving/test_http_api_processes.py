@@ -20,7 +20,7 @@ import pytest
 from forking import forks
 from http_server import DRY, Server, http_client, refusal, running, wait_for
 
-from experiments.lab.load.server import cpu_seconds
+from experiments.lab.load.subject import cpu_seconds
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.load.clients import ASKED, Target
+from experiments.lab.load.client import ASKED, Target
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
@@ -40,20 +40,11 @@ class Bench:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
             arguments = [
-                "--backend=openai",
-                f"--base-url=http://{target.host}:{target.port}",
-                f"--endpoint={target.path}",
-                f"--model={target.model}",
-                "--skip-tokenizer-init",
-                "--dataset-name=custom",
-                f"--dataset-path={file}",
-                "--disable-shuffle",
-                f"--num-prompts={len(prompts)}",
-                f"--max-concurrency={concurrency}",
-                f"--extra-body={json.dumps(body)}",
-                "--ready-check-timeout-sec=0",
-                "--save-detailed",
-                "--disable-tqdm",
+                *("--backend=openai", f"--base-url=http://{target.host}:{target.port}", f"--endpoint={target.path}"),
+                *(f"--model={target.model}", "--skip-tokenizer-init", f"--extra-body={json.dumps(body)}"),
+                *("--dataset-name=custom", f"--dataset-path={file}", "--disable-shuffle"),
+                *(f"--num-prompts={len(prompts)}", f"--max-concurrency={concurrency}"),
+                *("--ready-check-timeout-sec=0", "--save-detailed", "--disable-tqdm"),
             ]
             found = self._serve.main(self._parser.parse_args(arguments))
         return replace(read(found, prompts, output_tokens), outside_s=self._took)

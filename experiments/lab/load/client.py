@@ -1,4 +1,5 @@
-"""One process of the load client: its share of a pass's requests, each sent when it is due and noted as it streams in.
+"""The load client. Each of its processes sends its share of a pass's requests when they are due, and notes them as they
+stream in; `Clients` is all of them, as the process that measures sees them.
 
 Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
@@ -7,54 +8,99 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import json
+import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from experiments.lab.load.clients import Target
 from experiments.lab.load.connection import Connection, Exchange, read_answer
-from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure import hardware
+from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
+from experiments.lab.measure.traces import HostUse, Served
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
 OPEN_LOOP_CONNECTIONS = 64  # opened before the clock starts; an open loop opens more as it needs them
 CONNECTING = 32  # at once, so that a server's backlog holds them
+STREAMS_EACH = 64  # of a process, before there is another one
+LEAD_S = 0.05  # from the word to go to the start, which all processes share
+
+# Of every request. A model without a tokenizer has no text to tell: with ids each of its tokens has an event anyway.
+ASKED = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
-class Drive:
-    """One pass. Requests are made, and connections opened, before the clock starts."""
+@dataclass(frozen=True)
+class Target:
+    host: str
+    port: int
+    path: str  # of the completions
+    model: str
+    ours: bool = False  # a server that knows what others may not
 
-    def __init__(self, items: Sequence[Item], target: Target, salt: str) -> None:
-        self._items = items
-        self._target = target
-        self._salt = salt
+    def request(self, prompt: Sequence[int], item: Item, salt: str) -> bytes:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": item.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **ASKED,
+            **({"return_spans": True} if self.ours else {}),
+            **({"priority": item.priority} if item.priority else {}),
+            **({"cache_salt": salt} if salt else {}),
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        return head.encode() + data
+
+
+class Client:
+    """One process, and the requests of a pass that are its own. They are made, and connections opened, before the clock
+    starts."""
+
+    about: Mapping[str, Any] = {}
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._loop = target, asyncio.new_event_loop()
+
+    def prepare(self, items: Sequence[Item], own: Sequence[int], salt: str, places: int) -> None:
+        """`places`: so many requests of the closed loop are in flight at most. Raises OSError where nobody listens."""
+        self._items, self._own, self._salt, self._places = items, own, salt, places
         self._outcomes = Outcomes(items, time.perf_counter, lost=f"{LOST}, or none with token ids")
-        self._requests = [
-            b"" if item.follows is not None else target.request(item.prompt, item, salt) for item in items
-        ]
-        self._followed = {item.follows for item in items if item.follows is not None}
+        first = [index for index in own if items[index].follows is None]
+        self._requests = {index: self._target.request(items[index].prompt, items[index], salt) for index in first}
+        self._followed = {items[index].follows for index in own} - {None}
         self._exchanges: dict[int, Exchange] = {}
-        self._unfinished = len(items)
+        self._unfinished = len(own)
         self._idle: list[Connection] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop.run_until_complete(self._connect())
 
-    async def connect(self, places: int) -> None:
-        """Raises OSError where nobody listens."""
-        closed = all(item.arrival_s is None for item in self._items)
-        wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._items))
-        for first in range(0, wanted, CONNECTING):
-            new = [self._connection() for _ in range(min(CONNECTING, wanted - first))]
-            self._idle += await asyncio.gather(*new)
+    def go(self, start: float) -> None:
+        """From `start` until all have ended. Answers are read afterwards: who calls this has a clock of its own."""
+        self._loop.run_until_complete(self._run(start))
 
-    async def run(self, start: float, places: int) -> None:
-        """Begins at `start`, and returns when all have ended; at most `places` requests of the closed loop are in
-        flight."""
-        self._loop = asyncio.get_running_loop()
-        self._done = self._loop.create_future()
+    async def _connect(self) -> None:
+        closed = all(self._items[index].arrival_s is None for index in self._own)
+        wanted = min(self._places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
+        while (missing := wanted - len(self._idle)) > 0:
+            self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
+
+    async def _run(self, start: float) -> None:
         self._start = start
-        self._schedule = self._outcomes.schedule = Schedule(self._items, start, places)
+        self._done = self._loop.create_future()
+        self._schedule = self._outcomes.schedule = Schedule(self._items, start, self._places, self._own)
         gc.collect()
         gc.disable()  # a collection would look at all that has been read so far
         try:
@@ -102,7 +148,7 @@ class Drive:
     def _send(self, index: int, arrival: float) -> None:
         exchange = Exchange()
         self._exchanges[index], self._outcomes.sent[index] = exchange, Sent(arrival, None, arrival)
-        if not self._requests[index]:
+        if index not in self._requests:
             self._requests[index] = self._target.request(self._outcomes.prompts[index], self._items[index], self._salt)
         if self._idle:
             self._send_on(self._idle.pop(), index, exchange)
@@ -113,24 +159,20 @@ class Drive:
         connection.send(self._requests[index], exchange, lambda: self._ended(connection, index, exchange))
 
     def _open_and_send(self, index: int, exchange: Exchange) -> None:
-        task = asyncio.ensure_future(self._open(index, exchange))
+        task = self._loop.create_task(self._open(index, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _open(self, index: int, exchange: Exchange) -> None:
         try:
-            connection = await self._connection()
+            self._send_on(await self._connection(), index, exchange)
         except OSError as error:
             exchange.error = f"the server cannot be reached: {error}"
             self._finish(index, exchange)
-            return
-        self._send_on(connection, index, exchange)
 
     async def _connection(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self._forget), self._target.host, self._target.port
-        )
+        make, target = partial(Connection, self._forget), self._target
+        _, connection = await self._loop.create_connection(make, target.host, target.port)
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -163,29 +205,74 @@ class Drive:
             self._done.set_result(None)
 
 
-class Client:
-    """What the process that measures calls."""
-
-    about: Mapping[str, Any] = {}
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._loop = asyncio.new_event_loop()
-
-    def prepare(self, items: Sequence[Item], salt: str, places: int) -> None:
-        self._places = places
-        self._drive = Drive(items, self._target, salt)
-        self._loop.run_until_complete(self._drive.connect(places))
-
-    def go(self, start: float) -> None:
-        """As Drive.run. Answers are read afterwards: who calls this has a clock of its own."""
-        self._loop.run_until_complete(self._drive.run(start, self._places))
-
-    def outcome(self) -> tuple[Served, float, bool]:
-        """As Drive.outcome."""
-        return self._drive.outcome()
-
-
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
     """For a process of its own. `config` is nothing for it."""
     return Client(settings["target"])
+
+
+class Clients:
+    def __init__(self, target: Target, settings: ClientSettings) -> None:
+        self._target, self._settings = target, settings
+        self._processes: list[PeerProcess] = []
+
+    def serve(self, items: Sequence[Item], concurrency: int, salt: str) -> Served:
+        """Raises PeerError where a process fails. A request that fails is in its trace."""
+        count = self._count(min(concurrency, len(items)))
+        hands = [own for own in deal(items, count) if own]
+        while len(self._processes) < len(hands):
+            client = PeerProcess("the load client", __name__, EngineConfig(), self._settings, target=self._target)
+            self._processes.append(client)
+        places = (concurrency // count + (process < concurrency % count) for process in range(count))
+        about = {"items": items, "salt": salt}
+        asked = [{**about, "own": own, "places": free} for own, free in zip(hands, places, strict=False)]
+        self._together("connect", "prepare", asked)
+        start = time.perf_counter() + LEAD_S
+        self._together("serve", "go", [{"start": start}] * len(asked))
+        took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
+        parts, cpu, tells_cached = zip(*self._together("read the answers", "outcome", [{}] * len(asked)), strict=True)
+        owned = ((own, part.requests) for own, part in zip(hands, parts, strict=True))
+        by_index = {index: trace for own, requests in owned for index, trace in zip(own, requests, strict=True)}
+        traces = tuple(trace for _, trace in sorted(by_index.items()))
+        return Served(
+            traces,
+            min((trace.arrival for trace in traces), default=start),
+            max(part.end for part in parts),
+            in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
+            host=HostUse(
+                client_s=sum(cpu),
+                client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
+                tells_cached=all(tells_cached),
+            ),
+            outside_s=took,
+        )
+
+    def close(self) -> None:
+        while self._processes:
+            self._processes.pop().close()
+
+    def _count(self, in_flight: int) -> int:
+        """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
+        most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
+        return min(self._settings.processes or most, in_flight)
+
+    def _together(self, what: str, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            asked = zip(self._processes, arguments, strict=False)  # a smaller pass needs fewer of them
+            waiting = [pool.submit(partial(process.call, what, method, **given)) for process, given in asked]
+            try:
+                return [future.result() for future in waiting]
+            except BaseException:
+                self.close()
+                raise
+
+
+def deal(items: Sequence[Item], processes: int) -> list[list[int]]:
+    """Indices of each process's requests: dealt out in turns, those of a conversation together. A process keeps its own
+    places filled: at the end of a closed loop one may have none left to send while another still has."""
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    turns, owner = itertools.cycle(dealt), list[list[int]]()
+    for index, item in enumerate(items):
+        owner.append(next(turns) if item.follows is None else owner[item.follows])
+        owner[-1].append(index)
+    return dealt

@@ -5,31 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import httptools
-import msgspec
+DONE = b"[DONE]"
+Read = tuple[float, bytes]  # when a piece of the body was read, and the piece
 
 
+@dataclass
 class Exchange:
     """One request and what came back of it."""
 
-    __slots__ = ("error", "reads", "sent", "status")
-
-    def __init__(self) -> None:
-        self.sent: float | None = None  # when it was written
-        self.status = 0
-        self.reads: list[Read] = []  # of the body
-        self.error = ""  # of the connection
+    sent: float | None = None  # when it was written
+    status: int = 0
+    reads: list[Read] = field(default_factory=list)  # of the body
+    error: str = ""  # of the connection
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, gone: Callable[[Connection], None]) -> None:
         """`gone` is called when the connection is lost while it is idle."""
-        self._gone = gone
-        self._clock = time.perf_counter
-        self._now = 0.0
+        self._gone, self._now = gone, 0.0
         self._exchange: Exchange | None = None
         self._ended: Callable[[], None] | None = None
         self._answered = False  # a byte of the answer has come
@@ -40,7 +37,7 @@ class Connection(asyncio.Protocol):
         """`ended`: called when the answer is complete, or the connection lost; then it is free unless `is_closing`."""
         self._exchange, self._ended, self._answered = exchange, ended, False
         self.uses += 1
-        exchange.sent = self._clock()
+        exchange.sent = time.perf_counter()
         self._transport.write(request)
 
     @property
@@ -54,16 +51,18 @@ class Connection(asyncio.Protocol):
     # --- asyncio's side -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        import httptools  # of what serves, which the rest of the lab does without
+
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport, self._broken = transport, httptools.HttpParserError
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
-        self._now = self._clock()
+        self._now = time.perf_counter()
         self._answered = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except self._broken as error:
             self._transport.abort()
             self._end(f"the answer is no HTTP: {error}")
 
@@ -96,38 +95,6 @@ class Connection(asyncio.Protocol):
         ended()
 
 
-DONE = b"[DONE]"
-Read = tuple[float, bytes]  # when a piece of the body was read, and the piece
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    token_ids: list[int] | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    spans: dict[str, float] | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = "an error without a message"
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
-
-
 @dataclass
 class Answer:
     # One a token; tokens of one event share the time at which its end was read.
@@ -147,47 +114,37 @@ class Answer:
 def read_answer(reads: Sequence[Read]) -> Answer:
     """How many tokens an event has is told by its `token_ids`, else by its `usage`, else it is one. Where that does not
     add up to what the server counted in the end, the answer is an error: times would be guesses."""
-    answer = Answer()
-    done = False
-    rest = b""
+    import msgspec
+
+    answer, done, rest = Answer(), False, b""
     for at, piece in reads:
         *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-            if data == DONE:
-                done = True
-            elif data:
-                _take(answer, data, at)
+            done |= data == DONE
+            try:
+                _take(answer, msgspec.json.decode(data, type=dict) if data and data != DONE else {}, at)
+            except (ValueError, TypeError, AttributeError) as error:
+                answer.error = answer.error or f"an event is none of the completions API: {error}"
     if not answer.error and not done:
         answer.error = "the stream ended before its last event"
     return answer
 
 
-def _take(answer: Answer, data: bytes, at: float) -> None:
-    try:
-        event = _decode(data)
-    except msgspec.DecodeError as error:
-        answer.error = answer.error or f"an event is none of the completions API: {error}"
-        return
-    if event.error is not None:
-        answer.error = event.error.message
-    usage = event.usage
-    if usage is not None and usage.prompt_tokens_details is not None:
-        answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if usage is not None and usage.spans is not None:
-        answer.spans = usage.spans
-    if event.choices:
-        choice = event.choices[0]
-        if choice.token_ids is not None:
-            answer.token_ids += choice.token_ids
-            count = len(choice.token_ids)
-        elif usage is not None:
-            count = usage.completion_tokens - len(answer.token_times)
-        else:
-            count = 1 if choice.text else 0
-        answer.token_times += [at] * count
-    elif usage is not None and usage.completion_tokens != len(answer.token_times):
+def _take(answer: Answer, event: Mapping[str, Any], at: float) -> None:
+    if error := event.get("error"):
+        answer.error = error.get("message", "an error without a message")
+    usage, known = event.get("usage") or {}, len(answer.token_times)
+    counted = usage.get("completion_tokens", 0)
+    answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", answer.cached_tokens)
+    answer.spans = usage.get("spans") or answer.spans
+    for choice in event.get("choices", ())[:1]:
+        token_ids = choice.get("token_ids")
+        answer.token_ids += token_ids or ()
+        texts = counted - known if usage else bool(choice.get("text"))
+        answer.token_times += [at] * (texts if token_ids is None else len(token_ids))
+    if usage and not event.get("choices") and counted != known:
         answer.error = answer.error or (
-            f"the server generated {usage.completion_tokens} tokens and its events account for "
-            f"{len(answer.token_times)}: it must know `return_token_ids`, or `continuous_usage_stats`"
+            f"the server generated {counted} tokens and its events account for {known}: it must know "
+            "`return_token_ids`, or `continuous_usage_stats`"
         )

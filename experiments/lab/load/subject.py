@@ -1,71 +1,76 @@
-"""A server and the clients that load it, as a peer that takes its turn beside others."""
+"""A server and the clients that load it, as a peer that takes its turn beside others; and what runs in the process that
+holds mini-infer-serve with a variant's settings."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import subprocess
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab.load.clients import Clients, Target
-from experiments.lab.load.server import cpu_seconds
+import psutil
+
+from experiments.lab.load.client import Clients, Target
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
+from experiments.lab.peers.settings import HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
+from mini_infer.cli.arguments import REFUSED
+from mini_infer.cli.server_process import discard, read_address, start_server
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.settings import PREFIX, table
 
 NEEDS = ("httptools", "msgspec")
-SERVER = "experiments.lab.load.server"
+OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warning")  # of mini-infer-serve
 VLLM_SERVER = "experiments.lab.load.vllm_server"
 BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 
+@dataclass
 class OverHTTP:
-    """`server` is the process that holds it, where this run has started it."""
+    """A server, with clients of its own."""
 
-    def __init__(
-        self, name: str, target: Target, about: Mapping[str, Any], clients: ClientSettings, server: PeerProcess | None
-    ) -> None:
-        self.name = name
-        self.about = about
-        self.target = target
-        self._clients = Clients(target, clients)
-        self._server = server
-        self._closed = False
-        self._run = uuid.uuid4().hex[:8]  # a server may have lived before, and live on
-        self._forgot = 0  # times
+    name: str
+    target: Target
+    about: Mapping[str, Any]
+    _clients: Clients
+    _server: PeerProcess | None  # the process that holds it, where this run has started it
+    _closed: bool = False
+    salt: str = field(init=False)  # of prefixes: a server may have lived before, and live on
+
+    def __post_init__(self) -> None:
+        self.forget()
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         try:
-            before = self._cpu()
-            served = self._clients.serve(items, concurrency, self.salt)
             if self._server is None:
-                return served
+                return self._clients.serve(items, concurrency, self.salt)
+            before = cpu_seconds(self._server.about)
+            served = self._clients.serve(items, concurrency, self.salt)
             self._server.call("serve", "check")
-            api_s, engine_s = (after - first for after, first in zip(self._cpu(), before, strict=True))
+            after = cpu_seconds(self._server.about)
         except BaseException:
             self.close()
             raise
         assert served.host is not None
+        api_s, engine_s = after[0] - before[0], after[1] - before[1]
         # Of prompts of which it found nothing vLLM's says nothing.
         return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s, tells_cached=True))
 
     def forget(self) -> None:
         """Another salt: prefixes that were cached under the last one cannot be hit."""
-        self._forgot += 1
-
-    @property
-    def salt(self) -> str:
-        return f"{self._run}-{self._forgot}"
+        self.salt = uuid.uuid4().hex[:10]
 
     @property
     def alive(self) -> bool:
@@ -77,18 +82,12 @@ class OverHTTP:
         if self._server is not None:
             self._server.close()
 
-    def _cpu(self) -> tuple[float, ...]:
-        """Seconds that the API processes and the engine process have used so far."""
-        return () if self._server is None else cpu_seconds(self._server.about)
-
 
 class Bench:
     """The load of `vllm bench serve` on a server that lives."""
 
     def __init__(self, name: str, server: OverHTTP, process: PeerProcess) -> None:
-        self.name = name
-        self._server = server
-        self._process = process
+        self.name, self._server, self._process = name, server, process
         self.about: Mapping[str, Any] = {**server.about, **process.about}
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
@@ -96,15 +95,9 @@ class Bench:
         lengths = {item.output_tokens for item in items}
         if len(lengths) > 1:
             raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
-        found: Served = self._process.call(
-            "serve",
-            "bench",
-            target=self._server.target,
-            prompts=[list(item.prompt) for item in items],
-            output_tokens=lengths.pop(),
-            concurrency=concurrency,
-            salt=self._server.salt,
-        )
+        asked = {"prompts": [list(item.prompt) for item in items], "output_tokens": lengths.pop()}
+        how = {"target": self._server.target, "salt": self._server.salt, "concurrency": concurrency}
+        found: Served = self._process.call("serve", "bench", **asked, **how)
         return found
 
     def forget(self) -> None:
@@ -122,7 +115,7 @@ def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int
     """The process that holds a server of ours or of vLLM's; `wait` and what it raises as PeerProcess."""
     if kind is Kind.vllm_served:
         return PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm, wait=wait)
-    return PeerProcess(kind.label, SERVER, config, settings.served, wait=wait, threads=threads)
+    return PeerProcess(kind.label, __name__, config, settings.served, wait=wait, threads=threads)
 
 
 def open_subject(
@@ -141,18 +134,18 @@ def open_subject(
     if kind.can.elsewhere:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
-        return OverHTTP(kind.label, target, found, settings.client, None)
+        return OverHTTP(kind.label, target, found, Clients(target, settings.client), None)
     server = server or start(kind, config, settings, threads)
     target = replace(_target(server.about["url"], server.about["model"]), ours=kind.can.ours)
+    clients = Clients(target, settings.client)
     if kind is Kind.vllm_served:
-        return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
-    startup = server.about["startup"]
-    number = settings.served.api_processes
+        return OverHTTP(kind.label, target, server.about["settings"], clients, server)
+    startup, number = server.about["startup"], settings.served.api_processes
     processes = "an API process" if number == 1 else f"{number} API processes"
     about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
     if startup["device"] != "cpu":
         about |= {"started in": f"{startup['seconds']:.1f} s"}
-    return OverHTTP(kind.label, target, about, settings.client, server)
+    return OverHTTP(kind.label, target, about, clients, server)
 
 
 def find(settings: HTTPSettings) -> Target:
@@ -175,3 +168,67 @@ def _target(url: str, model: str) -> Target:
         raise ConfigError(f"peers.http.url must begin with http:// and name a host, got {url!r}")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Target(parts.hostname, parts.port or 80, f"{path}/v1/completions", model)
+
+
+class Server:
+    """A server that runs: its command, its process, and what is to be known of it: url, model, api_pid, engine_pids and
+    what is its own."""
+
+    def __init__(self, command: str, process: subprocess.Popen[Any]) -> None:
+        self._command, self.process = command, process
+        self.about: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Raises RuntimeError where it does not run any more."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self._command} ended with code {self.process.returncode}")
+
+
+def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
+    """What HTTP has used so far, and what the engine processes have, by a Server's `about`. HTTP is the server's own
+    process and, where that supervises several API processes, all that it has now: their work is one server's."""
+    seconds = {}
+    with contextlib.suppress(psutil.NoSuchProcess):  # `check` tells how it ended
+        server = psutil.Process(about["api_pid"])
+        for process in (server, *server.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # an API process that another one replaces
+                seconds[process.pid] = sum(process.cpu_times()[:2])
+    engine_s = sum(seconds.pop(pid, 0.0) for pid in about["engine_pids"])
+    return sum(seconds.values()), engine_s
+
+
+def flags(config: EngineConfig, other: EngineConfig | None = None) -> list[str]:
+    """The engine's settings as the server's flags: all of them, or those that another one does not have, too."""
+    rows = {row.key: row for row in table()}
+
+    def walk(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for name, value in values.items():
+            key = prefix + name
+            if key not in rows:
+                yield from walk(value, known.get(name, {}), f"{key}.")
+            elif name not in known or value != known[name]:
+                text = value if isinstance(value, str) else json.dumps(value)
+                yield f"{rows[key].flags[0]}={'none' if value is None else text}"
+
+    return list(walk(config.to_dict(), {} if other is None else other.to_dict(), ""))
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
+    """mini-infer-serve. Raises ConfigError where it refuses the settings, and RuntimeError where it ends otherwise."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    arguments = [*OWN, f"--api-processes={settings['api_processes']}", *flags(config)]
+    process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(settings["threads"])})
+    assert process.stdout is not None
+    url = read_address(process.stdout)
+    if url is None and process.wait() == REFUSED:
+        raise ConfigError("mini-infer-serve refuses these settings; the log above says which")
+    if url is None:
+        raise RuntimeError(f"mini-infer-serve ended with code {process.returncode} before it served")
+    discard(process.stdout)
+    with urllib.request.urlopen(f"{url}/healthz") as answer:
+        health = json.load(answer)
+    server = Server("mini-infer-serve", process)
+    engine_pids = [replica["engine_pid"] for replica in health["replicas"]]
+    server.about = {"url": url, "api_pid": process.pid, "engine_pids": engine_pids}
+    server.about |= {key: health[key] for key in ("model", "startup")}
+    return server

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from experiments.lab.load.subject import Server
 from experiments.lab.peers.vllm import engine_arguments, import_vllm, set_routing
 from mini_infer.core.config import EngineConfig
 
@@ -35,40 +36,34 @@ OWN = (  # tells how much of a prompt was cached; neither logs requests nor samp
 )
 
 
-class Server:
-    def __init__(self, config: EngineConfig, settings: Mapping[str, Any], version: str) -> None:
-        """Raises RuntimeError where it ends before it serves; its log says why."""
-        folder = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
-        arguments = engine_arguments(config, folder)
-        if config.model.hf_config is not None:
-            arguments["tokenizer"] = write_tokenizer(folder / "tokenizer", config.model.hf_config["vocab_size"])
-        arguments |= {"api_server_count": settings["api_processes"], "data_parallel_size": config.parallel.replicas}
-        arguments |= settings["args"]
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = probe.getsockname()[1]
-        set_routing(config)
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", arguments.pop("model"), *OWN]
-        self._process = subprocess.Popen([*command, f"--port={port}", *flags(arguments)])
-        url = f"http://{HOST}:{port}"
-        while not _serves(url):
-            self.check()
-            time.sleep(POLL_S)
-        children = psutil.Process(self._process.pid).children()
-        # What has computed most so far has loaded the model.
-        engine = max(children, key=lambda child: sum(child.cpu_times()[:2]))
-        self.about: Mapping[str, Any] = {
-            "url": url,
-            "model": MODEL,
-            "api_pid": self._process.pid,
-            "engine_pids": [engine.pid],
-            "settings": {"server": "vllm serve", "vllm": version, **_told(arguments)},
-        }
-
-    def check(self) -> None:
-        """Raises RuntimeError where it does not run any more."""
-        if self._process.poll() is not None:
-            raise RuntimeError(f"vllm serve ended with code {self._process.returncode}")
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
+    """Raises PeerAbsent where vLLM cannot be imported, ConfigError for what it does not have, and RuntimeError where it
+    ends before it serves; its log says why."""
+    version = import_vllm().__version__
+    folder = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
+    arguments = engine_arguments(config, folder)
+    if config.model.hf_config is not None:
+        arguments["tokenizer"] = write_tokenizer(folder / "tokenizer", config.model.hf_config["vocab_size"])
+    arguments |= {"api_server_count": settings["api_processes"], "data_parallel_size": config.parallel.replicas}
+    arguments |= settings["args"]
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    set_routing(config)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", arguments.pop("model"), *OWN]
+    server = Server("vllm serve", subprocess.Popen([*command, f"--port={port}", *flags(arguments)]))
+    url = f"http://{HOST}:{port}"
+    while not _serves(url):
+        server.check()
+        time.sleep(POLL_S)
+    # What has computed most so far has loaded the model.
+    children = psutil.Process(server.process.pid).children()
+    engine = max(children, key=lambda child: sum(child.cpu_times()[:2]))
+    # Settings stand in the report, and no folders of this process.
+    told = {name: value for name, value in arguments.items() if name != "tokenizer" and value is not None}
+    server.about = {"url": url, "model": MODEL, "api_pid": server.process.pid, "engine_pids": [engine.pid]}
+    server.about["settings"] = {"server": "vllm serve", "vllm": version, **told}
+    return server
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -104,13 +99,3 @@ def _serves(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in the report: settings, and no folders of this process."""
-    return {name: value for name, value in arguments.items() if name != "tokenizer" and value is not None}
-
-
-def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
-    """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
-    return Server(config, settings, import_vllm().__version__)

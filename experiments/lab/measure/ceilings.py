@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
@@ -23,8 +23,7 @@ FOLDER = CONF / "hardware"
 WAY_OUT = "measure them with `python run.py experiment=ceilings`"
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Exactly one of the two is set."""
 
     ceilings: Ceilings | None
@@ -49,10 +48,11 @@ def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
         if known.machine != machine:
             return Found(None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}")
     wanted = threads if device == "cpu" else None
-    found = next((ceilings for ceilings in known.ceilings if ceilings.threads == wanted), None)
+    for ceilings in known.ceilings:
+        if ceilings.threads == wanted:
+            return Found(ceilings, "")
     of, way_out = ("a GPU", "") if wanted is None else (f"{wanted} threads", f" measure.threads={wanted}")
-    problem = f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}{way_out}"
-    return Found(found, "" if found else problem)
+    return Found(None, f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}{way_out}")
 
 
 def read(path: Path) -> Hardware:
@@ -74,16 +74,12 @@ def save(path: Path, found: Hardware) -> None:
     content: dict[str, Any] = {
         **({"device": found.device.value} if found.device else {}),
         **{name: size for name in ("memory_gib", "host_memory_gib") if (size := getattr(found, name))},
-        "machine": found.machine,
-        "measured": found.measured,
-        "how": found.how,
-        "ceilings": [_plain(c) for _, c in sorted(ceilings.items(), key=lambda item: item[0] or 0)],
+        **{name: getattr(found, name) for name in ("machine", "measured", "how")},
+        "ceilings": [],
     }
+    for threads, own in sorted(ceilings.items(), key=lambda item: item[0] or 0):
+        values = {key: value for key, value in asdict(own).items() if value not in (None, {})}
+        content["ceilings"].append({"threads": threads, **values} if threads else values)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
     store.write_atomic({path: HEADER + text})
-
-
-def _plain(ceilings: Ceilings) -> dict[str, Any]:
-    values = {key: value for key, value in asdict(ceilings).items() if value not in (None, {})}
-    return {"threads": values.pop("threads"), **values} if "threads" in values else values

@@ -1,10 +1,14 @@
-"""One variant at one point, and how it is measured once."""
+"""One variant at one point, how it is measured once, and who serves that: a fresh engine or peer, or the one that its
+variant keeps from the first pass to the last."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -15,9 +19,12 @@ from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.lending import Lending, Lent
-from experiments.lab.measure.schedule import CutOff
+from experiments.lab.measure.schedule import CutOff, from_outside
+from experiments.lab.measure.simulated import SimulatedSubject, Simulator
+from experiments.lab.measure.subjects import EngineSubject, open_subject
 from experiments.lab.measure.traces import Served
+from experiments.lab.peers.base import Subject
+from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads import Inputs, Item, Workload
@@ -25,6 +32,8 @@ from mini_infer.core.config import AllReduce, EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
 
+clock = time.perf_counter  # of who watches from outside
+WARM_AGAIN, WARM_TOKENS = 2, 16  # requests, and tokens of each, before a pass of an engine that has been warm
 OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 
@@ -52,10 +61,72 @@ class Pass:
     before: Sequence[Item]  # what the subject had served, and not forgotten, when the pass began
 
 
+@dataclass
+class Lent:
+    subject: Subject
+    # What it was asked for since it was opened, or has forgotten what it knew.
+    served: list[Item] = field(default_factory=list)
+    warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        served = from_outside(self.subject.serve, items, concurrency, clock)
+        self.served += items
+        return served
+
+
+@dataclass
+class Lending:
+    # What was opened for a variant stays open, whatever else runs meanwhile, until `close`. Its settings may then not
+    # change.
+    keep: bool
+    peers: Peers
+    simulator: Simulator
+    tell: Callable[[int, int], None]  # as of subjects.drive, of engines in this process
+    # Of each variant, its peer's version and settings (of one whose settings differ between points, several), or what
+    # its first engine turned out to be.
+    about: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _kept: dict[str, Lent] = field(default_factory=dict)
+
+    @contextmanager
+    def lend(self, cell: Cell) -> Iterator[Lent]:
+        variant = cell.engine_of
+        lent = self._kept.get(variant)
+        if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
+            lent = Lent(self._open(cell.kind, cell.engine))
+        elif isinstance(lent.subject, EngineSubject):
+            # Whatever was opened since its last turn has emptied the allocator.
+            lent.subject.reserve_memory()
+        about, told = self.about.setdefault(variant, []), lent.subject.about
+        if told and told not in about and not (about and cell.kind.can.steps):  # which takes another time to start
+            about.append(dict(told))
+        if self.keep:
+            self._kept[variant] = lent
+        try:
+            yield lent
+        finally:
+            if not self.keep:
+                lent.subject.close()
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].subject.close()
+
+    def _open(self, kind: Kind, config: EngineConfig) -> Subject:
+        if kind is Kind.simulated:
+            return SimulatedSubject(self.simulator.setup(config))
+        if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
+            gc.collect()
+            torch.cuda.empty_cache()
+        subject = self.peers.open(kind, config) or open_subject(kind, config)
+        if isinstance(subject, EngineSubject):
+            subject.tell = self.tell
+        return subject
+
+
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
     the timed pass. Raises CutOff where one was interrupted."""
-    with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+    with lending.lend(cell) as lent:
         warm_up(cell, inputs, lent)
         if inputs.prime:
             lent.serve(inputs.prime, 1)
@@ -74,9 +145,17 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
 
 
 def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:
-    lent.forget()
-    if inputs.warmup:
-        lent.warm_up(cell.point.name, inputs.warmup, cell.workload.in_flight)
+    """Forgets passes before. At the measured concurrency; with some short requests where that was done before, since
+    what is compiled and allocated once is there, and only the machine has rested."""
+    if lent.served:
+        lent.subject.forget()
+        lent.served.clear()
+    items: Sequence[Item] = inputs.warmup
+    if cell.point.name in lent.warm:
+        items = [replace(item, output_tokens=min(item.output_tokens, WARM_TOKENS)) for item in items[:WARM_AGAIN]]
+    if items:
+        lent.serve(items, cell.workload.in_flight)
+        lent.warm.add(cell.point.name)
 
 
 def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Context:
@@ -109,15 +188,13 @@ def tokens_must_agree(cell: Cell) -> bool:
     """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
     draws random weights of its own, has adapters or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is
     for that."""
-    model = cell.engine.model
+    model, lora = cell.engine.model, cell.engine.lora
     if cell.kind is Kind.simulated:
         return False
     if model.load_format is LoadFormat.dry:
         return True
-    lora = cell.engine.lora
-    if cell.engine.speculation.method is SpeculationMethod.synthetic or lora.dummy or lora.adapters:
-        return False
-    if cell.kind.can.own_weights and model.load_format is LoadFormat.dummy:
+    drawn = cell.kind.can.own_weights and model.load_format is LoadFormat.dummy
+    if drawn or lora.dummy or lora.adapters or cell.engine.speculation.method is SpeculationMethod.synthetic:
         return False
     device = resolve_device(model)
     return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32
@@ -131,7 +208,7 @@ def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, serve
         if not isinstance(value, Missing):
             found.append(_row(cell, repeat, name, value, problem))
         elif value.applies:
-            found.append(_row(cell, repeat, name, 0.0, "; ".join(part for part in (problem, value.reason) if part)))
+            found.append(_row(cell, repeat, name, 0.0, "; ".join(filter(None, (problem, value.reason)))))
     return found
 
 
@@ -151,9 +228,4 @@ def left_out(names: Sequence[str], measured: Context, served: Served) -> list[st
     for name, value in formulas.measure(served, names, measured).items():
         if isinstance(value, Missing) and not value.applies:
             why.setdefault(value.reason, []).append(formulas.describe(name).label)
-    return [
-        f"{'; '.join(labels)}: left out, because {reason}"
-        if len(labels) > 1
-        else f"{labels[0]} is left out, because {reason}"
-        for reason, labels in why.items()
-    ]
+    return [f"{'; '.join(of)}{':' if len(of) > 1 else ' is'} left out, because {reason}" for reason, of in why.items()]

@@ -1,11 +1,10 @@
 """Whether the machine kept its speed during a pass: a fixed piece of work, timed before it and after it.
 
-What stays changed shows: a lower clock frequency, a throttled container, a neighbour who keeps the core busy. What
-comes and goes does not: the fastest of many short pieces counts, and where that is slower than it should be, the work
-is repeated for a while until it is not.
+What stays changed shows: a lower clock, a throttled container, a neighbour who keeps the core busy. What comes and
+goes does not: the fastest of many short pieces counts, and one that is slower than it should be is waited for.
 
-And what a GPU says of itself: clock, power, temperature and the energy it has used, from NVIDIA's management library.
-It is part of the driver, and is called as it is. Where it is missing, or does not answer, nothing depends on it.
+And what a GPU says of itself, from NVIDIA's management library, which is part of the driver. Where it is missing, or
+does not answer, nothing depends on it.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class Gpu:
     """A handle of the library on one GPU, and those of the machine's GPUs that this process does not see."""
 
     def __init__(self, library: Any, handle: ctypes.c_void_p, others: Sequence[ctypes.c_void_p] = ()) -> None:
-        self._library = library
-        self._handle = handle
-        self._others = others
+        self._library, self._handle, self._others = library, handle, others
 
     def read(self) -> GpuState | None:
         clock = self._ask(ctypes.c_uint, "nvmlDeviceGetClockInfo", _SM)
@@ -87,12 +84,10 @@ class Gpu:
         energy = self._ask(ctypes.c_ulonglong, "nvmlDeviceGetTotalEnergyConsumption")
         if clock is None or power is None or heat is None:
             return None
-        busy = sum(map(self._computes, self._others))
+        use, busy = _Use(), 0
+        for other in self._others:
+            busy += not self._library.nvmlDeviceGetUtilizationRates(other, ctypes.byref(use)) and use.gpu > 0
         return GpuState(float(clock), power / 1e3, float(heat), None if energy is None else energy / 1e3, busy)
-
-    def _computes(self, handle: ctypes.c_void_p) -> bool:
-        use = _Use()
-        return not self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) and use.gpu > 0
 
     def _ask(self, kind: Any, function: str, *arguments: int) -> int | None:
         value = kind()
@@ -106,29 +101,21 @@ def find_gpu(device: str) -> Gpu | None:
         return None
     import torch
 
+    found, count = dict[bytes, ctypes.c_void_p](), ctypes.c_uint()  # all GPUs of the machine, by UUID
     try:
         library = ctypes.CDLL(LIBRARY)
         seen = [f"GPU-{torch.cuda.get_device_properties(i).uuid}".encode() for i in range(torch.cuda.device_count())]
-        found = {} if library.nvmlInit_v2() else _handles(library)
-        handle = found.get(seen[torch.cuda.current_device()])
-    except (OSError, AttributeError):
+        if library.nvmlInit_v2() == 0:
+            library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+            if not library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+                library.nvmlDeviceGetUUID(handle, uuid, len(uuid))
+                found[uuid.value] = handle
+        own = found[seen[torch.cuda.current_device()]]
+    except (OSError, AttributeError, KeyError):
         return None
-    if handle is None:
-        return None
-    return Gpu(library, handle, [other for uuid, other in found.items() if uuid not in seen])
-
-
-def _handles(library: Any) -> dict[bytes, ctypes.c_void_p]:
-    """Of all GPUs of the machine, by UUID."""
-    count = ctypes.c_uint()
-    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    found = {}
-    for index in range(count.value):
-        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if not library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-            library.nvmlDeviceGetUUID(handle, uuid, len(uuid))
-            found[uuid.value] = handle
-    return found
+    return Gpu(library, own, [other for uuid, other in found.items() if uuid not in seen])
 
 
 class Watch:
@@ -137,27 +124,22 @@ class Watch:
 
     def __init__(self, device: str) -> None:
         self.states: list[GpuState] = []
-        self._device = device
-        self._gpu = find_gpu(device)
+        self._device, self._gpu = device, find_gpu(device)
         self._best: Speed | None = None
-        self._joules: float | None = None
+        self._state: GpuState | None = None  # at the start of a pass
 
     def before(self) -> Speed:
-        speed = self._note(take(self._device, self._best))
-        state = self._read()
-        self._joules = None if state is None else state.joules
+        speed = self._take(self._best)
+        self._state = self._gpu.read() if self._gpu else None
         return speed
 
     def after(self, before: Speed) -> Drift:
-        state, joules = self._read(), None
-        if state is not None:
-            self.states.append(state)
-            if state.joules is not None and self._joules is not None:
-                joules = state.joules - self._joules
-        return replace(drift(before, self._note(take(self._device, before))), joules=joules)
-
-    def _read(self) -> GpuState | None:
-        return None if self._gpu is None else self._gpu.read()
+        first, last, joules = self._state, self._gpu.read() if self._gpu else None, None
+        if last is not None:
+            self.states.append(last)
+            if first is not None and first.joules is not None and last.joules is not None:
+                joules = last.joules - first.joules
+        return replace(drift(before, self._take(before)), joules=joules)
 
     def summary(self) -> dict[str, float]:
         """Of `states`, by the names that ProcessInfo has for them: medians, and the most others that were busy."""
@@ -167,24 +149,24 @@ class Watch:
         medians = {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
         return {**medians, "busy_others": max(state.busy_others for state in self.states)}
 
-    def _note(self, found: Speed) -> Speed:
-        best = self._best or found
-        gpu_s = None if found.gpu_s is None else min(found.gpu_s, best.gpu_s or found.gpu_s)
-        self._best = Speed(min(found.host_s, best.host_s), gpu_s)
+    def _take(self, wanted: Speed | None) -> Speed:
+        found = take(self._device, wanted)
+        known = [speed for speed in (self._best, found) if speed]
+        gpu_s = min((speed.gpu_s for speed in known if speed.gpu_s is not None), default=None)
+        self._best = Speed(min(speed.host_s for speed in known), gpu_s)
         return found
 
 
 def take(device: str, wanted: Speed | None = None) -> Speed:
     """Times the fixed work on `device` (cpu or cuda), and waits up to PATIENCE_S for the speed `wanted`."""
     close = 1 + HOST_BESIDE_GPU if device == "cuda" else CLOSE
-    host_s = _patiently(_host_work, None if wanted is None else close * wanted.host_s)
-    if device != "cuda":
-        return Speed(host_s)
-    gpu_s = None if wanted is None else wanted.gpu_s
-    return Speed(host_s, _patiently(_gpu_work, gpu_s and CLOSE * gpu_s))
+    host_s, gpu_s = wanted or (0.0, None)
+    found_s = _patiently(_host_work, close * host_s)
+    return Speed(found_s, _patiently(_gpu_work, CLOSE * (gpu_s or 0.0)) if device == "cuda" else None)
 
 
-def _patiently(work: Callable[[], float], wanted_s: float | None) -> float:
+def _patiently(work: Callable[[], float], wanted_s: float) -> float:
+    """0 seconds are wanted where nobody knows how quick it can be."""
     found, started = work(), time.perf_counter()
     while wanted_s and found > wanted_s and time.perf_counter() - started < PATIENCE_S:
         found = min(found, work())
@@ -197,11 +179,8 @@ def drift(before: Speed, after: Speed) -> Drift:
 
 
 def _host_work() -> float:
-    """The fastest of some equal pieces: one interruption does not show.
-
-    Hashing keeps to registers and the first-level cache. A loop of the interpreter will not do: where its objects
-    happen to lie changes its time by 20 %, and serving requests moves them.
-    """
+    """The fastest of some equal pieces. Hashing keeps to registers and the first-level cache; where the objects of an
+    interpreter's loop happen to lie changes its time by 20 %, and serving requests moves them."""
     fastest = float("inf")
     for _ in range(PIECES):
         start = time.perf_counter()
@@ -212,11 +191,8 @@ def _host_work() -> float:
 
 
 def _gpu_work() -> float:
-    """The fastest of many waits for so many cycles, timed by the device itself: what is left is its clock.
-
-    Matrix products will not do: they take all the power that a GPU may have, which lowers its clock, and by how much
-    depends on what the pass before them took. What the clock was under the pass's own load is in `states`.
-    """
+    """The fastest of many waits for so many cycles, timed by the device itself. Matrix products would take all the
+    power that a GPU may have, which lowers its clock, and by how much depends on the pass before them."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WAITS + 1)]

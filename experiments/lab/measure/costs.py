@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -18,7 +19,7 @@ from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.points import flat
+from experiments.lab.points import flat, keys, within
 from experiments.lab.spec import BOUND
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import converter
@@ -26,7 +27,7 @@ from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import FittedCosts, StepCosts, Work, require_simulated
+from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 _USUAL = flat(EngineConfig().to_dict())
@@ -38,14 +39,12 @@ HEADER = """\
 # Settings that no step's time depends on, or that the other fields of a Layout say: any other is a part of it.
 _ELSEWHERE = (
     *("seed", "numerics", "scheduler", "speculation", "attention.prefill", "attention.decode", "graphs.capture"),
-    *("model.path", "model.load_format", "model.hf_config", "model.tokenizer", "model.dtype", "model.device"),
-    *("model.quantization", "model.quantization_group", "model.quantization_symmetric", "model.max_model_len"),
-    *("model.threads", "model.seed", "model.dry", "cache.layout", "cache.dtype", "cache.num_blocks"),
-    *("cache.memory_gib", "cache.gpu_memory_utilization", "cache.gpu_shared", "cache.prefix_caching"),
-    *("cache.num_host_blocks", "cache.host_memory_gib", "cache.host_prefix_gib", "cache.disk_prefix_path"),
-    *("cache.disk_prefix_gib", "cache.watermark", "parallel.tensor", "parallel.pipeline", "parallel.timeout_s"),
-    *("parallel.start_timeout_s", "parallel.replicas", "parallel.routing", "parallel.launcher", "parallel.prefill"),
-    *("parallel.decode", "parallel.hand_over", "parallel.connector", "parallel.prefill_tensor"),
+    *keys("model", "path load_format hf_config tokenizer dtype device quantization quantization_group"),
+    *keys("model", "quantization_symmetric max_model_len threads seed dry"),
+    *keys("cache", "layout dtype num_blocks memory_gib gpu_memory_utilization gpu_shared prefix_caching watermark"),
+    *keys("cache", "num_host_blocks host_memory_gib host_prefix_gib disk_prefix_path disk_prefix_gib"),
+    *keys("parallel", "tensor pipeline timeout_s start_timeout_s replicas routing launcher prefill decode hand_over"),
+    *keys("parallel", "connector prefill_tensor"),
 )
 
 
@@ -74,8 +73,7 @@ class Layout:
     def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
         """Raises ConfigError where it is none that can be simulated."""
         require_simulated(config)
-        overlap = config.scheduler.overlap
-        attention = config.attention
+        overlap, attention = config.scheduler.overlap, config.attention
         return cls(
             model=f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens",
             dtype=str(dtype).removeprefix("torch."),
@@ -90,7 +88,7 @@ class Layout:
             settings={
                 key: value
                 for key, value in flat(config.to_dict()).items()
-                if _USUAL.get(key) != value and not f"{key}.".startswith(tuple(f"{name}." for name in _ELSEWHERE))
+                if _USUAL.get(key) != value and not within(key, _ELSEWHERE)
             },
         )
 
@@ -124,6 +122,10 @@ class Target:
     def layout(self) -> Layout:
         return Layout.of(self.config, self.spec, self.dtype, self.device, self.threads)
 
+    @property
+    def block_bytes(self) -> int:
+        return self.spec.kv_layout(self.dtype).bytes_per_block(self.config.cache.block_size)
+
 
 def served(config: EngineConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
     """The spec and the dtype of a model on a device that need not be there."""
@@ -154,9 +156,11 @@ def find(folder: Path, target: Target) -> Found:
         if known.machine == target.machine and known.layout == layout:
             measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
             return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
-        others.append((_differences(known, target), path.name))
-    nearest = min(others, default=None, key=lambda other: len(other[0]))
-    hint = "" if nearest is None else f"; the nearest is {nearest[1]}, but for {', '.join(nearest[0])}"
+        other = differences(layout, known.layout)
+        other |= {"machine": known.machine} if known.machine != target.machine else {}
+        others.append((path.name, [f"{key}={value}" for key, value in other.items()]))
+    nearest = min(others, default=None, key=lambda one: len(one[1]))
+    hint = "" if nearest is None else f"; the nearest is {nearest[0]}, but for {', '.join(nearest[1])}"
     way_out = "measure them there with `python run.py experiment=calibrate --record` and the same settings"
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
@@ -164,28 +168,18 @@ def find(folder: Path, target: Target) -> Found:
     return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
 
 
-def _differences(known: CostFile, target: Target) -> list[str]:
-    found = [f"{key}={value}" for key, value in differences(target.layout, known.layout).items()]
-    return found + ([f"machine={known.machine}"] if known.machine != target.machine else [])
-
-
 def differences(layout: Layout, other: Layout) -> dict[str, Any]:
     """What the other has, where it is not the same."""
-    mine, theirs = layout.facts, other.facts
-    keys = [key for key in {**mine, **theirs} if mine.get(key, _USUAL.get(key)) != theirs.get(key, _USUAL.get(key))]
-    return {key: theirs.get(key, _USUAL.get(key)) for key in keys}
+    mine, theirs = ({**_USUAL, **each.facts} for each in (layout, other))
+    return {key: theirs.get(key) for key in {**layout.facts, **other.facts} if mine.get(key) != theirs.get(key)}
 
 
 class Watched:
-    """Fitted costs, and of how many of the steps that somebody asked for nobody has measured as many tokens.
-
-    Attributes:
-        asked: steps, also those that somebody looked ahead at in vain.
-        beyond: of these.
-    """
+    """Fitted costs, and of how many of the steps that somebody asked for nobody has measured as many tokens."""
 
     def __init__(self, fitted: FittedCosts) -> None:
-        self.fitted, self.asked, self.beyond = fitted, 0, 0
+        self.fitted = fitted
+        self.asked = self.beyond = 0  # steps, also those that somebody looked ahead at in vain; of these
         self.host_s, self.copy_s, self.push_s = fitted.host_s, fitted.copy_s, fitted.push_s
         self._most_rows, self._most_tokens = fitted.decode.tokens[-1], fitted.prompts.tokens[-1]
 
@@ -201,28 +195,11 @@ class Watched:
         return self.fitted.rows_s(rows, contexts)
 
 
-class Dry:
+def of_dry(config: DryConfig) -> FittedCosts:
     """The time model of the dry model, which sleeps for as long."""
-
-    def __init__(self, config: DryConfig) -> None:
-        self._config = config
-
-    def device_s(self, work: Work) -> float:
-        config = self._config
-        micros = config.prefill_token_us * work.prompt_tokens + config.decode_token_us * work.decode_tokens
-        return 1e-3 * config.step_ms + 1e-6 * micros
-
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
-        return [self.device_s(Work.decode(rows, 0))] * len(contexts)
-
-    def host_s(self, rows: int) -> float:
-        return 0.0
-
-    def copy_s(self, blocks: int) -> float:
-        return 0.0
-
-    def push_s(self, blocks: int) -> float:
-        return 0.0
+    step_s, decode_s, prompt_s = 1e-3 * config.step_ms, 1e-6 * config.decode_token_us, 1e-6 * config.prefill_token_us
+    decode, prompts = (Curve((0, 1), (step_s, step_s + token_s)) for token_s in (decode_s, prompt_s))
+    return FittedCosts(decode, prompts, 0.0, 0.0, 0.0, 0.0, 0.0, beside_s=decode_s - prompt_s)
 
 
 class Roofline:
@@ -232,14 +209,17 @@ class Roofline:
         assert target.ceilings is not None
         self._costs = roofline.StepCosts(target.spec, target.dtype)
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
-        self._block, self._push_block_s = _block_bytes(target), push_block_s(target)
+        rate, nothing = self._ceilings.link_gb_s.get("to_host"), Curve((0,), (0.0,))
+        block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
+        links = FittedCosts(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
+        self.host_s, self.copy_s, self.push_s = links.host_s, links.copy_s, links.push_s
 
     def device_s(self, work: Work) -> float:
-        prompts = work.prompt_tokens
+        rows = work.decode_tokens + bool(work.prompt_tokens)
         done = StepWork(
-            tokens=work.decode_tokens + prompts,
-            sampled=work.decode_tokens + bool(prompts),
-            rows=work.decode_tokens + bool(prompts),
+            tokens=work.decode_tokens + work.prompt_tokens,
+            sampled=rows,
+            rows=rows,
             context=work.decode_context + work.prompt_reach,
             pairs=work.decode_context + work.prompt_pairs,
         )
@@ -248,22 +228,7 @@ class Roofline:
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
-        each = (last - first) / max(len(contexts) - 1, 1)
-        return [first + place * each for place in range(len(contexts))]
-
-    def host_s(self, rows: int) -> float:
-        return 0.0
-
-    def copy_s(self, blocks: int) -> float:
-        rate = self._ceilings.link_gb_s.get("to_host")
-        return blocks * self._block / (rate * 1e9) if rate else 0.0
-
-    def push_s(self, blocks: int) -> float:
-        return self._push_block_s * blocks
-
-
-def _block_bytes(target: Target) -> int:
-    return target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
+        return np.linspace(first, last, len(contexts)).tolist()
 
 
 def push_block_s(target: Target) -> float:
@@ -276,7 +241,7 @@ def push_block_s(target: Target) -> float:
         rate = known.copy_gb_s / 2  # of bytes read and bytes written
     else:
         rate = known.link_gb_s.get("to_host" if parallel.connector is Connector.stream else "to_peer", 0.0)
-    return _block_bytes(target) / parallel.ranks / (rate * 1e9) if rate else 0.0
+    return target.block_bytes / parallel.ranks / (rate * 1e9) if rate else 0.0
 
 
 def read(path: Path) -> CostFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,8 +38,7 @@ class Span(NamedTuple):
 def device_seconds(spans: Sequence[Span], overlap: bool) -> list[float]:
     """What the device took for each of an engine's steps, in their order. Where steps overlap, the device works from
     the end of one to that of the next while there is something to do, and the host beside it costs nothing."""
-    found = []
-    end, busy = float("-inf"), False
+    found, end, busy = [], -math.inf, False
     for span in spans:
         took = span.end - (end if busy else span.start)
         found.append(took if busy and overlap else took - span.host_s)
@@ -88,12 +88,10 @@ def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0) -> Fit:
 def residuals(costs: StepCosts, steps: Sequence[MeasuredStep]) -> dict[str, Residuals]:
     found = {}
     for kind, is_kind in KINDS.items():
-        own = [step for step in steps if is_kind(step.work)]
-        if own:
+        if own := [step for step in steps if is_kind(step.work)]:
             errors, seconds = _errors(costs, own), np.array([step.device_s for step in own])
             median, p90 = np.percentile(np.abs(errors), [50, 90])
-            bias = float(errors @ seconds / seconds.sum())
-            found[kind] = Residuals(len(own), float(median), float(p90), bias)
+            found[kind] = Residuals(len(own), float(median), float(p90), float(errors @ seconds / seconds.sum()))
     return found
 
 
@@ -109,26 +107,22 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     alone = tokens[with_prompts & (work[:, 0] == 0)]
     most = tokens[with_prompts].max()
     knots = [_knots(tokens[~with_prompts]), np.union1d(_knots(alone if alone.size else tokens[with_prompts]), [most])]
-    columns = [
-        _rises(tokens, own) * of_kind[:, None]
-        for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)
-    ]
+    curves = zip(knots, (~with_prompts, with_prompts), strict=True)
+    columns = [_rises(tokens, own) * of_kind[:, None] for own, of_kind in curves]
     matrix = np.column_stack([*columns, work[:, 2:], work[:, 0] * with_prompts])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
-    split = len(knots[0])
-    rises, (slot_s, reach_s, pair_s, beside_s) = (solution[:split], solution[split:-4]), solution[-4:].tolist()
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
-        for own, rise in zip(knots, rises, strict=True)
+        for own, rise in zip(knots, np.split(solution[:-4], [len(knots[0])]), strict=True)
     )
+    slot_s, reach_s, pair_s, beside_s = solution[-4:].tolist()
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
     return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s, beside_s)
 
 
 def _knots(tokens: Array) -> Array:
-    """Numbers of tokens that were measured; where they are many, of equal stretches of their logarithms those that were
-    measured most often, and the first and the last."""
+    """Measured numbers of tokens; of many, the ends and the most frequent ones of equal stretches of logarithms."""
     known, counts = np.unique(tokens, return_counts=True)
     if len(known) <= MOST_KNOTS:
         return known

@@ -47,7 +47,7 @@ class Ceilings:
         """Of so many, each with a part of the work."""
         rates = {dtype: devices * rate for dtype, rate in self.matmul_tflop_s.items()}
         copy, read = devices * self.copy_gb_s, devices * self.read_gb_s
-        return self if devices == 1 else replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
+        return replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
 
     def tflop_s_of(self, dtype: str) -> float:
         """Those of 8 bits count at the fastest rate of theirs, since libraries' int8 is far behind fp8 and what
@@ -96,8 +96,8 @@ def key(device: str) -> str:
     """`device_key`, and how many GPUs there are, if several: h200, h200x2."""
     import torch
 
-    several = device != "cpu" and torch.cuda.device_count() > 1
-    return device_key(device) + (f"x{torch.cuda.device_count()}" if several else "")
+    count = 1 if device == "cpu" else torch.cuda.device_count()
+    return device_key(device) + (f"x{count}" if count > 1 else "")
 
 
 def device_key(device: str) -> str:
@@ -121,7 +121,9 @@ def short_gpu_name(name: str) -> str:
 def name(device: str) -> str:
     """The CPU's or GPU's full name, which two machines of the same key may differ in."""
     if device == "cpu":
-        return _cpu_name()
+        path = Path("/proc/cpuinfo")
+        known = cpu_name(path.read_text()) if path.is_file() else ""
+        return known or platform.processor() or platform.machine() or "unknown"
     import torch
 
     return str(torch.cuda.get_device_name())
@@ -132,19 +134,15 @@ def facts(device: str) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": name("cpu"),
         "cores": cores(),
         "torch_threads": torch.get_num_threads(),
         "ram_gib": host_memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpus"] = torch.cuda.device_count()
-        found["gpu_memory_gib"] = gpu_memory_gib()
-        found["cuda"] = torch.version.cuda
-        found["driver"] = _driver()
+        found |= {"gpu": name("cuda"), "gpus": torch.cuda.device_count(), "gpu_memory_gib": gpu_memory_gib()}
+        found |= {"cuda": torch.version.cuda, "driver": _driver()}
     return found
 
 
@@ -156,14 +154,6 @@ def gpu_memory_gib() -> float:
     import torch
 
     return round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    return cpu_name(text) or platform.processor() or platform.machine() or "unknown"
 
 
 def cpu_name(cpuinfo: str) -> str:
@@ -180,15 +170,13 @@ def cpu_name(cpuinfo: str) -> str:
 
 def cores() -> int:
     """Cores this process may use, which in a container is not what the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+    return found[0].strip() if found else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from experiments.lab.points import keys
+
 
 class Kind(str, Enum):
     engine = "engine"  # mini-infer
@@ -51,31 +53,28 @@ class System:
 
 
 _OURS = ("engine", "measure.gates")
-_MODEL = (
-    *("engine.model.path", "engine.model.hf_config", "engine.model.load_format", "engine.model.tokenizer"),
-    *("engine.model.dtype", "engine.model.device", "engine.model.max_model_len"),
-)
-_ROOM = ("engine.cache.gpu_memory_utilization", "engine.cache.memory_gib")
+_MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device max_model_len")
+_ROOM = keys("engine.cache", "gpu_memory_utilization memory_gib")
 _HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
 _VLLM = (
-    *(*_MODEL, "engine.model.quantization", "engine.model.quantization_group", "engine.model.quantization_symmetric"),
-    *("engine.model.routing", *_ROOM, "engine.cache.block_size", "engine.cache.dtype", "engine.cache.layout"),
-    *("engine.cache.num_blocks", "engine.cache.prefix_caching", "engine.scheduler.batching"),
-    *("engine.scheduler.chunked_prefill", "engine.scheduler.max_num_batched_tokens", "engine.scheduler.max_num_seqs"),
-    *("engine.scheduler.policy", "engine.scheduler.preemption", "engine.parallel.tensor", "engine.speculation"),
-    "peers.vllm",
+    *(*_MODEL, *_ROOM, "engine.parallel.tensor", "engine.speculation", "peers.vllm"),
+    *keys("engine.model", "quantization quantization_group quantization_symmetric routing"),
+    *keys("engine.cache", "block_size dtype layout num_blocks prefix_caching"),
+    *keys("engine.scheduler", "batching chunked_prefill max_num_batched_tokens max_num_seqs policy preemption"),
 )
+_HF_CONTINUOUS = (
+    *(*_HF, *keys("engine.cache", "block_size num_blocks")),
+    *keys("engine.scheduler", "max_num_batched_tokens max_num_seqs"),
+)
+_VLLM_SERVER = (*_VLLM, "engine.parallel.replicas")
+_VLLM_SERVED = (*_VLLM_SERVER, "peers.client")
+_BENCH = ("engine", "peers.served", "peers.vllm")
+_HTTP = (*_MODEL, "peers.http", "peers.client")
 SYSTEMS = {
     Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True, reads=_OURS),
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False, reads=_HF),
     Kind.hf_continuous: System(
-        "transformers continuous batching",
-        "experiments.lab.peers.hf_continuous",
-        chains=False,
-        reads=(
-            *(*_HF, "engine.cache.block_size", "engine.cache.num_blocks", "engine.scheduler.max_num_batched_tokens"),
-            "engine.scheduler.max_num_seqs",
-        ),
+        "transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False, reads=_HF_CONTINUOUS
     ),
     Kind.vllm: System(
         "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
@@ -84,20 +83,9 @@ SYSTEMS = {
         "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")
     ),
     Kind.vllm_served: System(
-        "vLLM over HTTP",
-        over_http=True,
-        own_weights=True,
-        caches=True,
-        needs_gpu=True,
-        reads=(*_VLLM, "engine.parallel.replicas", "peers.client"),
+        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM_SERVED
     ),
-    Kind.served_bench: System(
-        "vllm bench serve",
-        client_of=Kind.served,
-        open_loop=False,
-        chains=False,
-        reads=("engine", "peers.served", "peers.vllm"),
-    ),
+    Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, reads=_BENCH),
     Kind.vllm_bench: System(
         "vllm bench serve on vLLM",
         client_of=Kind.vllm_served,
@@ -105,15 +93,9 @@ SYSTEMS = {
         open_loop=False,
         chains=False,
         needs_gpu=True,
-        reads=(*_VLLM, "engine.parallel.replicas"),
+        reads=_VLLM_SERVER,
     ),
     Kind.simulated: System("mini-infer, simulated", steps=True, caches=True, reads=("engine", "measure.costs")),
-    Kind.http: System(
-        "an OpenAI server",
-        over_http=True,
-        own_weights=True,
-        elsewhere=True,
-        reads=(*_MODEL, "peers.http", "peers.client"),
-    ),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True, reads=_HTTP),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, schema
 from experiments.lab.judge.metrics import SLO
-from experiments.lab.load.server import flags
+from experiments.lab.load.subject import flags
 from experiments.lab.measure.plans import Plan, Settings, counted
-from experiments.lab.points import flat
+from experiments.lab.points import flat, within
 from experiments.lab.spec import PREFILL_SHARE
 from mini_infer.core.config import EngineConfig, LoadFormat, Routing
 from mini_infer.core.speculation_config import SpeculationMethod
@@ -62,10 +62,10 @@ def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: M
     changed = {key for plan in plans.values() for key in base if plan.settings[key] != base[key]} - {PREFILL_SHARE}
     variants = {
         name: {"kind": "served", "label": plan.point.name}
-        | _nested({**{key: plan.settings[key] for key in changed}, **counted(plan.settings, plan.replicas)})
+        | _of_engine({**{key: plan.settings[key] for key in changed}, **counted(plan.settings, plan.replicas)})
         for name, plan in plans.items()
     }
-    given = [text for text in typed if _within(_key(text), KEPT) and _key(text) not in changed]
+    given = [text for text in typed if within(_key(text), KEPT) and _key(text) not in changed]
     engine = flat(schema.plain(config.engine), "engine.")
     said = {key: engine.get(key) for key in {**own, **theirs} if key.startswith("engine.")}
     load = {f"workload.{f.name}": getattr(workload, f.name) for f in fields(workload) if f.name != axis}
@@ -95,20 +95,10 @@ def _key(text: str) -> str:
     return text.partition("=")[0].lstrip("+~").replace("/", ".").partition("@")[0]
 
 
-def _within(key: str, parts: Sequence[str]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in parts)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of the engine, of dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, last = key.removeprefix("engine.").split(".")
-        inner = found
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = value
-    return found
+def _of_engine(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Its sections, of dotted keys."""
+    sections: dict[str, Any] = axes.plain(schema.with_values(OmegaConf.create(), values))["engine"]
+    return sections
 
 
 def _typed(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -16,7 +16,7 @@ from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
 from experiments.lab.spec import OF_BOUND, PREFILL_SHARE, SHAPE
-from experiments.lab.workloads import Item, Workload
+from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -70,50 +70,46 @@ class Plan(NamedTuple):
         return tuple(self.settings.get(key) for key in SHAPE)
 
 
+@dataclass
 class Layouts:
-    """A workload, to be simulated on one layout after the other.
+    """A workload, to be simulated on one layout after the other."""
 
-    Args:
-        base: the engine's own values of all settings that others are tried of.
-        share: of the requests, which must keep the SLO.
+    config: DictConfig
+    simulator: Simulator
+    base: Settings  # the engine's own values of all settings that others are tried of
+    items: Sequence[Item]
+    slo: SLO
+    share: float  # of the requests, which must keep the SLO
+    tried: list[Plan] = field(default_factory=list)  # all, whatever number of replicas they have
+    sources: dict[str, None] = field(default_factory=dict)  # of what steps take
+    _alone: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
-    Attributes:
-        tried: all plans, whatever number of replicas they have.
-        sources: of what steps take.
-    """
-
-    def __init__(
-        self,
-        config: DictConfig,
-        simulator: Simulator,
-        base: Settings,
-        items: Sequence[Item],
-        slo: SLO,
-        share: float,
-    ) -> None:
-        self._config, self._simulator, self._base, self._items = config, simulator, base, items
-        self._slo, self._share = slo, share
-        self._workload: Workload = schema.workload(config)
-        self.tried: list[Plan] = []
-        self.sources: dict[str, None] = {}
-        self._alone: dict[tuple[Any, ...], Plan] = {}
-        self._require_enough()
-
-    def engine(self, settings: Settings, replicas: int) -> EngineConfig:
-        return engine_of(self._config, settings, replicas)
+    def __post_init__(self) -> None:
+        """Raises ConfigError where requests are too few: counted as a pass would be, before anything is simulated."""
+        self._workload = schema.workload(self.config)
+        due = tuple(RequestTrace(0, 0, item.arrival_s or 0.0, (), ()) for item in self.items)
+        counted = len(self._in_window(Served(due, 0.0, 0.0)).counted)
+        if counted < stats.MEDIAN_SAMPLES:
+            raise ConfigError(
+                f"too few requests to plan with: {counted} of {len(due)} come neither at the beginning nor at the end, "
+                f"and a median takes {stats.MEDIAN_SAMPLES}: raise workload."
+                f"{'limit' if self._workload.kind == 'trace' else 'count'}"
+            )
 
     def is_measured(self, settings: Settings) -> bool:
         """Whether the steps of such engines are, and not a bound; no, where they do not fit."""
         try:
-            return not _is_bound(self._simulator.setup(self.engine(settings, 2 if settings.get(PREFILL_SHARE) else 1)))
+            return not _is_bound(
+                self.simulator.setup(engine_of(self.config, settings, 2 if settings.get(PREFILL_SHARE) else 1))
+            )
         except ConfigError:
             return False
 
     def simulate(self, settings: Settings, replicas: int, slo: SLO | None = None) -> Plan:
         """`slo`: another one than was asked for. ConfigError where it does not fit."""
-        setup = self._simulator.setup(self.engine(settings, replicas))
-        served = drive(setup.cluster(), self._items, self._workload.in_flight)
-        plan = self._planned(settings, replicas, served, setup, slo or self._slo)
+        setup = self.simulator.setup(engine_of(self.config, settings, replicas))
+        served = drive(setup.cluster(), self.items, self._workload.in_flight)
+        plan = self._planned(settings, replicas, served, setup, slo or self.slo)
         self.tried.append(plan)
         return plan
 
@@ -123,18 +119,22 @@ class Layouts:
         one = {key: value for key, value in settings.items() if key not in NO_ENGINE_OF_ITS_OWN}
         key = tuple(one.items())
         if key not in self._alone:
-            engine = self.engine(one, 1)
+            engine = engine_of(self.config, one, 1)
             if engine.speculation.most:
                 return None
-            setup = self._simulator.setup(engine)
+            setup = self.simulator.setup(engine)
             size = engine.cache.block_size
-            blocks = sum(-(-(len(item.prompt) + item.output_tokens) // size) for item in self._items)
+            blocks = sum(-(-(len(item.prompt) + item.output_tokens) // size) for item in self.items)
             limits = replace(setup.limits, num_blocks=max(blocks, setup.limits.num_blocks))
-            items = [replace(item, arrival_s=None) for item in self._items]
+            items = [replace(item, arrival_s=None) for item in self.items]
             served = drive(replace(setup, limits=limits).cluster(), items, 1)
-            due = [_arrived_at(*one) for one in zip(served.requests, self._items, strict=True)]
+            due = []  # as if each had come when its item is due
+            for trace, item in zip(served.requests, self.items, strict=True):
+                arrival = trace.arrival if item.arrival_s is None else item.arrival_s
+                times = tuple([time + (arrival - trace.arrival) for time in trace.token_times])
+                due.append(replace(trace, arrival=arrival, token_times=times))
             served = replace(served, requests=tuple(due))
-            self._alone[key] = self._planned(one, 1, served, setup, self._slo, alone=True)
+            self._alone[key] = self._planned(one, 1, served, setup, self.slo, alone=True)
         return self._alone[key]._replace(settings=settings)
 
     def _planned(
@@ -142,29 +142,24 @@ class Layouts:
     ) -> Plan:
         if not (setup.found.bound and self.sources):  # that of one bound says what is known beside it
             self.sources[f"What steps take: {setup.found.source}."] = None
-        if self._workload.has_ramps:
-            served = served.without_ramps()
+        served = self._in_window(served)
         gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
-        changed = {key: value for key, value in settings.items() if value != self._base[key]}
+        changed = {key: value for key, value in settings.items() if value != self.base[key]}
         changed.pop(PREFILL_SHARE, None)
         bound = _is_bound(setup)
         name = points.point({**changed, **counted(settings, replicas)}).name
         point = Point(name + OF_BOUND * bound + " (each request alone)" * alone, {**settings, REPLICAS: replicas})
-        needs = _needs(served.counted, slo, self._share)
-        values = {"gpus": float(gpus), **_values(served, self._slo)}
+        # The tightest bounds that the share of the requests keeps which comes nearest to the SLO.
+        taken = sorted((slo.taken_by(request) for request in served.counted), key=slo.used_by)
+        kept = taken[: math.ceil(self.share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
+        needs = {name: max(each[name] for each in kept) for name in slo.bounds}
+        found = formulas.measure(served, OF_PASS, Context(self.slo, None, "nothing is measured"))
+        shown = {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
+        values = {"gpus": float(gpus), **shown}
         return Plan(point, settings, replicas, gpus, values, needs, slo.used_by(needs), bound, alone)
 
-    def _require_enough(self) -> None:
-        """Counted as a pass would be; before anything is simulated."""
-        due = [RequestTrace(0, 0, item.arrival_s or 0.0, (), ()) for item in self._items]
-        served = Served(tuple(due), 0.0, 0.0)
-        counted = len((served.without_ramps() if self._workload.has_ramps else served).counted)
-        if counted < stats.MEDIAN_SAMPLES:
-            raise ConfigError(
-                f"too few requests to plan with: {counted} of {len(due)} come neither at the beginning nor at the end, "
-                f"and a median takes {stats.MEDIAN_SAMPLES}: raise workload."
-                f"{'limit' if self._workload.kind == 'trace' else 'count'}"
-            )
+    def _in_window(self, served: Served) -> Served:
+        return served.without_ramps() if self._workload.has_ramps else served
 
 
 def engine_of(config: DictConfig, settings: Settings, replicas: int) -> EngineConfig:
@@ -182,24 +177,3 @@ def counted(settings: Settings, engines: int) -> dict[str, int]:
         return {REPLICAS: engines}
     prompts = min(max(1, round(share * engines)), engines - 1)
     return {"engine.parallel.prefill": prompts, "engine.parallel.decode": engines - prompts}
-
-
-def _needs(requests: Sequence[RequestTrace], slo: SLO, share: float) -> dict[str, float]:
-    """The tightest bounds, in milliseconds, that the share of the requests keeps which comes nearest to the SLO."""
-    taken = sorted((slo.taken_by(request) for request in requests), key=slo.used_by)
-    kept = taken[: math.ceil(share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
-    return {name: max(each[name] for each in kept) for name in slo.bounds}
-
-
-def _values(served: Served, slo: SLO) -> dict[str, float]:
-    """What the pass shows; percentiles that take more requests are left out."""
-    found = formulas.measure(served, OF_PASS, Context(slo, None, "nothing is measured"))
-    return {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
-
-
-def _arrived_at(trace: RequestTrace, item: Item) -> RequestTrace:
-    """As if it had come when the item is due."""
-    if item.arrival_s is None:
-        return trace
-    later = item.arrival_s - trace.arrival
-    return replace(trace, arrival=item.arrival_s, token_times=tuple([time + later for time in trace.token_times]))

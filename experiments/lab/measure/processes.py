@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -25,8 +25,8 @@ from experiments.lab import axes, interrupts, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.measure.rounds import words
 from experiments.lab.peers.settings import PeerSettings
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
@@ -71,7 +71,7 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
         except (Exception, KeyboardInterrupt) as error:
             if not found:
                 raise
-            findings = Findings([], status=f"incomplete: {_words(error)}; nothing of it is kept", error=error)
+            findings = Findings([], status=f"incomplete: {words(error)}; nothing of it is kept", error=error)
         about = ProcessInfo(
             index=index,
             seed=seed_of(settings.seed, 0, index),
@@ -98,28 +98,23 @@ def seed_of(base: int, seed: int, process: int) -> int:
 
 def seeded(config: DictConfig, process: int) -> DictConfig:
     """The config of one process: prompts, lengths and arrivals (measure.seed), sampling and random weights."""
-    own = config.copy()
-    seed = config.measure.seed
+    seed, changed = config.measure.seed, dict[str, Any]()
     for key in SEEDS:
-        base = OmegaConf.select(config, key)
-        if base is not None:
-            OmegaConf.update(own, key, seed_of(base, seed, process))
-    OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
-    OmegaConf.update(own, "measure.gates", config.measure.gates and process == 0)
+        if (base := OmegaConf.select(config, key)) is not None:
+            changed[key] = seed_of(base, seed, process)
+    for key in PEER_PROCESSES:
+        if (count := OmegaConf.select(config, key)) is not None:
+            changed[key] = max(0, count - process)
     profiled = OmegaConf.select(config, "experiment.profile")
     if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
-        OmegaConf.update(own, "experiment.profile", [])  # the first process's are looked at
-    for key in PEER_PROCESSES:
-        count = OmegaConf.select(config, key)
-        if count is not None:
-            OmegaConf.update(own, key, max(0, count - process))
-    return own
+        changed["experiment.profile"] = []  # the first process's are looked at
+    gates = config.measure.gates and process == 0
+    return schema.with_values(config, {**changed, "measure.seed": seed_of(seed, 0, process), "measure.gates": gates})
 
 
 def _here(config: DictConfig, steps: Steps) -> Findings:
-    threads = config.measure.threads
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if config.measure.threads is not None:
+        torch.set_num_threads(config.measure.threads)
     found: Findings = schema.experiment_class(config).from_config(config).measure(steps)
     return found
 
@@ -130,7 +125,7 @@ def _in_child(config: DictConfig, steps: Steps) -> Findings:
         set_start_method("spawn", force=True)  # joblib's workers have one of its own, which a child would not know
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(theirs, *schema.packed(config)))
+    child = context.Process(target=_child, args=(theirs, config))
     child.start()
     theirs.close()
     try:
@@ -167,33 +162,33 @@ class _Relay(Steps):
     """Progress that is shown in the parent."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._send: Callable[[tuple[str, tuple[Any, ...]]], None] = connection.send
 
     def plan(self, total: int) -> None:
-        self._connection.send(("plan", (total,)))
+        self._send(("plan", (total,)))
 
     def next(self, what: str) -> None:
         interrupts.keep()
         self._told = time.monotonic()
-        self._connection.send(("next", (what,)))
+        self._send(("next", (what,)))
 
     def note(self, what: str) -> None:
-        self._connection.send(("note", (what,)))
+        self._send(("note", (what,)))
 
     def tell(self, done: int, total: int) -> None:
-        self._connection.send(("tell", (done, total)))
+        self._send(("tell", (done, total)))
 
 
-def _child(connection: Connection, *packed: Any) -> None:
+def _child(connection: Connection, config: DictConfig) -> None:
     os.setsid()
     interrupts.listen(*interrupts.STOPS)
-    _answer(connection, *packed)
+    _answer(connection, config)
 
 
-def _answer(connection: Connection, *packed: Any) -> None:
+def _answer(connection: Connection, config: DictConfig) -> None:
     """Measures, and sends the findings or what stopped it."""
     try:
-        found = _here(schema.unpacked(*packed), _Relay(connection))
+        found = _here(config, _Relay(connection))
         if found.error is not None:
             traceback.print_exception(found.error)
         answer: tuple[str, Any] = ("findings", replace(found, error=found.error and _portable(found.error)))
@@ -211,12 +206,8 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return MiniInferError(_words(error))
+        return MiniInferError(words(error))
     return error
-
-
-def _words(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Findings:
@@ -236,63 +227,42 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         name: [replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in getattr(f, name)]
         for name in ("rows", "requests", "gaps")
     }
+    gates, worst = dict[Any, Gate](), dict[Any, ErrorGate]()
+    for gate in (gate for f in found for gate in f.gates):
+        key = gate.variant, gate.point, gate.against
+        gates[key] = gates[key].joined(gate) if key in gates else gate
+    for one in (one for f in found for one in f.error_gates):  # an error that is no number is worse than any
+        at = one.variant, one.point
+        worst[at] = max(worst.get(at, one), one, key=lambda gate: (math.isnan(gate.error), gate.error))
+    visited = {point.name: point for f in found for point in f.points or ()}  # a search visits others in each
     return replace(
         found[0],
         **of_all,
-        gates=_gates(found),
-        error_gates=_error_gates(found),
+        gates=list(gates.values()),
+        error_gates=list(worst.values()),
         **of_one,
         status=status,
         error=error,
         notes=[*notes, *_notes(found)],
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
-        points=_points(found),
+        points=list(visited.values()) or None,
         processes=[about for f in found if f.rows for about in f.processes],
     )
 
 
 def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException | None]:
     """Of one process as it says it; of several which ones are incomplete, and why."""
-    if planned == 1:
-        return found[0].status, found[0].error
     wrong = [(f.processes[0].index, f) for f in found if f.status != COMPLETE]
-    if not wrong:
-        return COMPLETE, None
+    if planned == 1 or not wrong:
+        return found[0].status, found[0].error
     told = "; ".join(f"process {n + 1} of {planned}: {f.status.removeprefix('incomplete: ')}" for n, f in wrong)
     return f"incomplete: {told}; {len(found) - len(wrong)} of {planned} processes are complete", wrong[0][1].error
 
 
-def _gates(found: Sequence[Findings]) -> list[Gate]:
-    gates: dict[tuple[str, str, str], Gate] = {}
-    for gate in (gate for f in found for gate in f.gates):
-        key = (gate.variant, gate.point, gate.against)
-        gates[key] = gates[key].joined(gate) if key in gates else gate
-    return list(gates.values())
-
-
-def _error_gates(found: Sequence[Findings]) -> list[ErrorGate]:
-    """The worst of each; an error that is no number is worse than any."""
-    worst: dict[tuple[str, str | None], ErrorGate] = {}
-    for gate in (gate for f in found for gate in f.error_gates):
-        key = gate.variant, gate.point
-        worst[key] = max(worst.get(key, gate), gate, key=lambda gate: (math.isnan(gate.error), gate.error))
-    return list(worst.values())
-
-
 def _notes(found: Sequence[Findings]) -> list[str]:
     """What all processes say is said once; else it stands with its process."""
-    said: dict[str, list[int]] = {}
+    said: dict[str, list[str]] = {}
     for f in found:
         for note in dict.fromkeys(f.notes):
-            said.setdefault(note, []).append(f.processes[0].index)
-    alone = len(found) == 1
-    return [
-        note if alone or len(who) == len(found) else f"Process {', '.join(str(n + 1) for n in who)}: {note}"
-        for note, who in said.items()
-    ]
-
-
-def _points(found: Sequence[Findings]) -> list[Point] | None:
-    """Those that any process has measured; a search visits others in each."""
-    known = {point.name: point for f in found for point in f.points or ()}
-    return list(known.values()) or None
+            said.setdefault(note, []).append(str(f.processes[0].index + 1))
+    return [note if len(who) == len(found) else f"Process {', '.join(who)}: {note}" for note, who in said.items()]

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 STEP = "decode step"  # the annotation around one
 VLLM_STEP = "execute_context"  # begins that of vLLM
@@ -34,32 +34,24 @@ ROLES = (
 # kernels some are named by how they work: those of gemv.py, and of the sampler all. A router's picks the best, as a
 # sampler's does, and ours has a norm in it.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
-_ROLE_PATTERNS = (
-    (
-        "rows",
-        r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$",
-    ),
-    ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("adapter", r"^_(group|shrink|expand)_kernel$"),
-    ("router", r"route_kernel$|topk_?(gating|softmax)|grouped_topk"),
-    (
-        "experts",
-        r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|moe_(align|sum)|expert",
-    ),
-    ("latent", r"^_head_products_kernel$|cache_mla"),
-    (
-        "attention",
-        r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|^_(split_rows|merge_parts|merge)_kernel$",
-    ),
-    (
-        "linear",
-        r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot|linear|quant_linear|quantize|dequantize)_kernel$",
-    ),
-    ("norm", r"norm|rsqrt"),
-    ("rope", r"rope|rotary"),
-    ("silu", r"silu|swiglu"),
-    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$"),
-)
+_ROLE_PATTERNS = {
+    "rows": r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|"
+    r"^_(gather|settle)$",
+    "copy": r"memcpy|memset|direct_copy|CatArray",
+    "adapter": r"^_(group|shrink|expand)_kernel$",
+    "router": r"route_kernel$|topk_?(gating|softmax)|grouped_topk",
+    "experts": r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|"
+    r"moe_(align|sum)|expert",
+    "latent": r"^_head_products_kernel$|cache_mla",
+    "attention": r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|"
+    r"^_(split_rows|merge_parts|merge)_kernel$",
+    "linear": r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|"
+    r"^_(fma|dot|linear|quant_linear|quantize|dequantize)_kernel$",
+    "norm": r"norm|rsqrt",
+    "rope": r"rope|rotary",
+    "silu": r"silu|swiglu",
+    "sample": r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$",
+}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 NAME_LENGTH = 56
@@ -99,8 +91,7 @@ class StepProfile:
         return self.idle_us / self.profiled_us
 
 
-@dataclass(frozen=True)
-class _Ran:
+class _Ran(NamedTuple):
     """Something that ran on the GPU, in microseconds."""
 
     name: str
@@ -121,30 +112,38 @@ def analyse(
     if len(steps) < 2:
         raise NoProfile("the trace shows no kernels of two steps or more")
     bodies = [_body(step) for step in steps]
-    everything = [ran for step in steps for ran in step if ran.is_kernel]
-    period = bodies[-1][0].start - bodies[0][0].start
-    gaps = [
-        following[0].start - max(ran.end for ran in before)
-        - _busy(everything, max(ran.end for ran in before), following[0].start)
-        for before, following in pairwise(bodies)
-    ]  # fmt: skip
-    between = len(steps) - 1
+    everything = sorted((ran for step in steps for ran in step), key=lambda ran: ran.start)
+    kernels = [ran for ran in everything if ran.is_kernel]
+    start, end, between = bodies[0][0].start, bodies[-1][0].start, len(steps) - 1
+    waits = [(max(ran.end for ran in before), after[0].start) for before, after in pairwise(bodies)]
     summary = StepProfile(
         variant=variant,
         point=point,
         steps=between,
         rows=rows,
         plain_us=plain_us,
-        profiled_us=period / between,
-        busy_us=_busy(everything, bodies[0][0].start, bodies[-1][0].start) / between,
-        idle_us=sum(max(gap, 0.0) for gap in gaps) / between,
+        profiled_us=(end - start) / between,
+        busy_us=_busy(kernels, start, end) / between,
+        idle_us=sum(max(0.0, until - since - _busy(kernels, since, until)) for since, until in waits) / between,
     )
-    return summary, _kernel_rows(steps, variant, point)
+    # The longest first; of steps that ran something only now and then, the mean. Time in which two overlap counts for
+    # the one that started first: a programmatic dependent (kernels/pdl.py) is in place early, and waits.
+    calls, times, reached = Counter[tuple[str, str]](), defaultdict[tuple[str, str], float](float), -math.inf
+    for ran in everything:
+        key = (role(ran.name), short_name(ran.name))
+        calls[key] += 1
+        times[key] += max(0.0, ran.end - max(ran.start, reached))
+        reached = max(reached, ran.end)
+    longest = sorted(times, key=times.__getitem__, reverse=True)
+    per_step = [(key, calls[key] / len(steps), times[key] / len(steps)) for key in longest]
+    return summary, [KernelRow(variant, point, *key, count, us) for key, count, us in per_step]
 
 
 def role(name: str) -> str:
     """What a kernel is for, guessed from its whole name."""
-    return next((found for found, pattern in _ROLE_PATTERNS if re.search(pattern, name, re.IGNORECASE)), "other")
+    return next(
+        (found for found, pattern in _ROLE_PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), "other"
+    )
 
 
 def role_of(row: KernelRow) -> str:
@@ -175,13 +174,11 @@ def _steps(trace: Mapping[str, Any]) -> list[list[_Ran]]:
     launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in _LAUNCH}
     found: dict[int, list[_Ran]] = defaultdict(list)
     for event in events:
-        launch = _correlation(event)
-        if event.get("cat") not in _DEVICE or launch not in launched:
-            continue
-        step = bisect_right(starts, launched[launch]) - 1
-        start = float(event["ts"])
-        ran = _Ran(event["name"], start, start + float(event["dur"]), launch, event["cat"] == "kernel")
-        found[step].append(ran)
+        launch, start = _correlation(event), float(event["ts"])
+        if event.get("cat") in _DEVICE and launch in launched:
+            step = bisect_right(starts, launched[launch]) - 1
+            ran = _Ran(event["name"], start, start + float(event["dur"]), launch, event["cat"] == "kernel")
+            found[step].append(ran)
     ordered = [sorted(found[step], key=lambda ran: ran.start) for step in sorted(found) if step >= 0]
     return [step for step in ordered if any(ran.is_kernel for ran in step)]
 
@@ -198,34 +195,14 @@ def _body(step: Sequence[_Ran]) -> list[_Ran]:
 
 
 def _busy(kernels: Iterable[_Ran], start: float, end: float) -> float:
-    """Microseconds of [start, end] in which at least one kernel ran."""
+    """Microseconds of [start, end] in which at least one of the kernels, the first to start first, ran."""
     total, reached = 0.0, start
-    for ran in sorted(kernels, key=lambda ran: ran.start):
+    for ran in kernels:
         first, last = max(ran.start, reached), min(ran.end, end)
         if last > first:
             total += last - first
             reached = last
     return total
-
-
-def _kernel_rows(steps: Sequence[Sequence[_Ran]], variant: str, point: str) -> list[KernelRow]:
-    """The longest first; of steps that ran something only now and then, the mean.
-
-    Time in which two overlap counts for the one that started first: a programmatic dependent (kernels/pdl.py) is in
-    place early, and waits.
-    """
-    calls: Counter[tuple[str, str]] = Counter()
-    times: dict[tuple[str, str], float] = defaultdict(float)
-    reached = -math.inf
-    for ran in sorted((ran for step in steps for ran in step), key=lambda ran: ran.start):
-        key = (role(ran.name), short_name(ran.name))
-        calls[key] += 1
-        times[key] += max(0.0, ran.end - max(ran.start, reached))
-        reached = max(reached, ran.end)
-    return [
-        KernelRow(variant, point, *key, calls[key] / len(steps), times[key] / len(steps))
-        for key in sorted(times, key=times.__getitem__, reverse=True)
-    ]
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, float]:

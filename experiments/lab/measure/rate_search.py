@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,14 +84,14 @@ class RateSearch(Checked, section="experiment.search"):
 
     def points(self, load: Workload) -> list[Point]:
         """One a rate."""
-
-        def lasting(rate: float) -> dict[str, int]:
-            if not self.seconds or not isinstance(load, Counted):
-                return {}
-            wanted = math.ceil(rate * self.seconds)
-            return {COUNT: max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))}
-
-        return [Point(f"{PASS}{rate:g}/s", {**self.at, RATE: rate, **lasting(rate)}) for rate in self.rates]
+        found = []
+        for rate in self.rates:
+            values = {**self.at, RATE: rate}
+            if self.seconds and isinstance(load, Counted):
+                wanted = math.ceil(rate * self.seconds)
+                values[COUNT] = max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))
+            found.append(Point(f"{PASS}{rate:g}/s", values))
+        return found
 
     @property
     def result(self) -> list[Point]:
@@ -104,41 +104,40 @@ class Undecided(Exception):
     again, as every pass is."""
 
 
+@dataclass
 class Searches:
     """The searches of a run: one a variant and repeat. `visited` are the names of the points that were measured."""
 
-    def __init__(
-        self, session: Session, settings: RateSearch, points: Sequence[Point], inputs: Callable[[Point], Inputs]
-    ) -> None:
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.visited: set[str] = set()
-        self._session = session
-        self._settings = settings
-        self._points = points  # of the settings
-        self._inputs = inputs
+    session: Session
+    settings: RateSearch
+    points: Sequence[Point]  # of the settings
+    inputs: Callable[[Point], Inputs]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    visited: set[str] = field(default_factory=set)
 
     def round(self, repeat: int) -> None:
-        for variant in self._session.order(repeat):
+        for variant in self.session.order(repeat):
             self._search(variant, repeat)
 
     def _search(self, variant: str, repeat: int) -> None:
-        session, settings, points, rates = self._session, self._settings, self._points, self._settings.rates
+        session, settings, rates = self.session, self.settings, self.settings.rates
         shares: dict[int, float] = {}
-        bursts: set[float] = set()
+        bursts: list[float] = []
+        of = f"{session.labels[variant]}, search {repeat + 1}"
 
         def meets(index: int) -> bool:
-            point = points[index]
+            point = self.points[index]
             self.visited.add(point.name)
-            beyond = index >= settings.own
-            rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, planned=not beyond)
+            planned = index < settings.own
+            rows = session.alone(session.cells[variant, point.name], self.inputs(point), repeat, planned)
             kept = next(row for row in reversed(rows) if row.metric == KEPT)
             if not kept.valid:
                 raise Undecided(f"the pass at {rates[index]:g}/s does not count: {kept.reason}")
             shares[index] = kept.value
             met = kept.value >= settings.share
             if met and any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
-                bursts.add(rates[index])  # where requests had to wait, a queue has formed
+                bursts.append(rates[index])  # where requests had to wait, a queue has formed
             return met
 
         def highest(first: int, end: int) -> int:
@@ -155,23 +154,21 @@ class Searches:
         else:
             inside = 0 <= found < len(rates) - 1
             value, reason = (rates[found], "") if inside else (0.0, settings.outside)
-            self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
+            told = [
+                f"{100 * shares[index]:.0f} % of the requests kept the SLO at {rates[index]:g}/s"
+                for index in (found, found + 1)
+                if 0 <= index < len(rates)
+            ]
+            if not inside:
+                told[0] += ", the end of the range"
+                if settings.doublings and found >= 0:
+                    told[0] += f", {settings.doublings} doublings above it"
+            self.notes.append(f"{of}: {' and '.join(told)}.")
         if bursts:
-            label, listed = session.labels[variant], ", ".join(f"{rate:g}" for rate in sorted(bursts))
+            listed = ", ".join(f"{rate:g}" for rate in sorted(bursts))
             self.notes.append(
-                f"{label}, search {repeat + 1}: the requests at {listed}/s had all come before a queue could form. "
-                "Raise workload.count or experiment.search.seconds."
+                f"{of}: the requests at {listed}/s had all come before a queue could form. Raise workload.count or "
+                "experiment.search.seconds."
             )
-        unit = formulas.describe(FOUND).unit
         (at,) = settings.result
-        self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))
-
-    def _bracket(self, found: int, shares: Mapping[int, float]) -> str:
-        rates, doublings = self._settings.rates, self._settings.doublings
-        told = [
-            f"{100 * shares[index]:.0f} % of the requests kept the SLO at {rates[index]:g}/s"
-            for index in (found, found + 1)
-            if 0 <= index < len(rates)
-        ]
-        widened = f", {doublings} doublings above it" if doublings and found == len(rates) - 1 else ""
-        return " and ".join(told) + (f", the end of the range{widened}" if len(told) == 1 else "")
+        self.rows.append(Row(variant, at.name, repeat, FOUND, value, formulas.describe(FOUND).unit, not reason, reason))

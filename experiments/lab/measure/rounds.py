@@ -42,23 +42,21 @@ def run(
                 kept = f"{done} of {len(rounds)} rounds are kept" if done else begun()
                 if not kept:
                     raise
-                why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                return f"incomplete: {why} in {name}; {kept}", error
+                return f"incomplete: {words(error)} in {name}; {kept}", error
     finally:
         gc.unfreeze()
     return COMPLETE, None
 
 
+def words(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+
+
 class Probe(Experiment):
-    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole.
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
 
-    Attributes:
-        timed: where it is not every variant at every point.
-        repeat: the number of the one that is measured.
-    """
-
-    timed: Sequence[tuple[str, Point]] = ()
-    repeat = 0
+    timed: Sequence[tuple[str, Point]] = ()  # where it is not every variant at every point
+    repeat = 0  # the number of the one that is measured
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         """One measurement: metric -> value, None where a sample is too small for it."""

@@ -1,12 +1,10 @@
-"""Which request is due when: closed loops, arrival times, requests that follow others; and how many are in flight; what
-becomes of the requests of a pass, as who calls the subject notes it; and the second witness of a pass's time, who knows
-nothing of requests."""
+"""Which request is due when (closed loops, arrival times, requests that follow others), how many are in flight, and
+what becomes of them; and the second witness of a pass's time, who knows nothing of requests."""
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,17 +16,16 @@ from mini_infer.core.plan import StepRecord
 
 class Schedule:
     """`in_flight_s` is requests `in_flight`, integrated over time as the client sees it: what the sum of their
-    latencies must be (Little 1961)."""
+    latencies must be (Little 1961). `own`: indices of the items that count, with all that they follow; None: all."""
 
-    def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
-        self._items = items
-        self._places = concurrency  # free ones, of the closed loop
-        self.in_flight_s = 0.0
-        self.in_flight, self._now = 0, start
+    def __init__(self, items: Sequence[Item], start: float, concurrency: int, own: Sequence[int] | None = None) -> None:
+        self._items, self._places = items, concurrency  # free ones, of the closed loop
+        self.in_flight, self.in_flight_s, self._now = 0, 0.0, start
         self._timed: list[tuple[float, int]] = []  # a heap of (due, index)
         self._ready: list[int] = []  # a heap: of closed-loop requests that could arrive, the first of the list does
         self._followers: dict[int, list[int]] = {}
-        for index, item in enumerate(items):
+        for index in range(len(items)) if own is None else own:
+            item = items[index]
             if item.follows is not None:
                 self._followers.setdefault(item.follows, []).append(index)
             elif item.arrival_s is None:
@@ -64,25 +61,22 @@ class Schedule:
 
     def ended(self, index: int, at: float) -> list[int]:
         """Frees the request's place, and lets those that follow it arrive in time. Returns them."""
-        self.in_flight -= 1
-        if self.is_closed(index):
-            self._places += 1
-        followers = self._followers.pop(index, [])
+        followers = self._free(index)
         for follower in followers:
             heapq.heappush(self._timed, (at + self._items[follower].think_s, follower))
         return followers
 
     def lose(self, index: int) -> list[int]:
         """Frees the place of a request without an answer, and drops all that would have followed it. Returns them."""
-        self.in_flight -= 1
-        if self.is_closed(index):
-            self._places += 1
-        lost = deque(self._followers.pop(index, []))
-        dropped = []
-        while lost:
-            dropped.append(lost.popleft())
-            lost += self._followers.pop(dropped[-1], [])
+        dropped = self._free(index)
+        for follower in dropped:  # of which there are more, the further it gets
+            dropped += self._followers.pop(follower, [])
         return dropped
+
+    def _free(self, index: int) -> list[int]:
+        self.in_flight -= 1
+        self._places += self.is_closed(index)
+        return self._followers.pop(index, [])
 
     def is_closed(self, index: int) -> bool:
         item = self._items[index]
@@ -132,27 +126,20 @@ LOST = "the request that it follows has no answer"
 
 
 class Outcomes:
-    """
-    Attributes:
-        prompts: token ids, made before the clock starts; of a request that follows another, with all that came before
-            it from the moment that this is known.
-        names: of the requests, and `index_of` each of them.
-        sent: of those that have been sent.
-        traces: of those that have ended.
-        schedule: of the pass that runs.
-    """
+    """What becomes of the requests of a pass, as who calls the subject notes it."""
 
-    schedule: Schedule
+    schedule: Schedule  # of the pass that runs
 
     def __init__(self, items: Sequence[Item], clock: Callable[[], float], prefix: str = "", lost: str = LOST) -> None:
         """`lost`: why a request has no answer, of one that follows another without."""
-        self.items, self._lost = items, lost
+        self.items, self._lost, self._clock = items, lost, clock
         self.names = [f"{prefix}{item.name or 'request'}-{index}" for index, item in enumerate(items)]
         self.index_of = {name: index for index, name in enumerate(self.names)}
+        # Token ids, made before the clock starts; of a request that follows another, with all that came before it from
+        # the moment that this is known.
         self.prompts = [list(item.prompt) for item in items]
-        self.sent: dict[int, Sent] = {}
-        self.traces: dict[int, RequestTrace] = {}
-        self._clock = clock
+        self.sent: dict[int, Sent] = {}  # of those that have been sent
+        self.traces: dict[int, RequestTrace] = {}  # of those that have ended
 
     def run(
         self,
@@ -171,11 +158,20 @@ class Outcomes:
 
         Raises CutOff where it was interrupted after some of it.
         """
-        self._start = self._returned = self._clock()  # the subject, to who calls it
-        self.schedule = Schedule(self.items, self._start, concurrency)
+        start = self._returned = self._clock()  # the subject, to who calls it
+        self.schedule = Schedule(self.items, start, concurrency)
         try:
             while len(self.traces) < len(self.items):
-                arrived = self._deliver(send)
+                arrived = self.schedule.due(self._clock())
+                for index, arrival in arrived:
+                    # While a call lasts nothing can be sent: the time of a step, or of taking one, is the subject's.
+                    sent = None if self.schedule.is_closed(index) else self._clock()
+                    self.sent[index] = Sent(arrival, sent, self._returned)
+                    try:
+                        send(index)
+                    except ValueError as error:  # it is too long, say
+                        self.end(index, str(error))
+                    self._returned = self._clock()
                 if not advance(self.schedule.next_due()) and not arrived:  # what arrived may have been refused
                     raise RuntimeError("the subject has nothing to do, and requests are missing")
         except KeyboardInterrupt as stop:
@@ -183,22 +179,8 @@ class Outcomes:
                 raise
             for index in set(range(len(self.items))) - self.traces.keys():
                 self.note(index, "the run was interrupted before its end")
-            raise CutOff(self._served(records)) from stop
-        return self._served(records)
-
-    def _deliver(self, give: Callable[[int], None]) -> bool:
-        """Gives all requests that are due to the subject, and tells whether there were any. While a call lasts nothing
-        can be sent: the time of a step, and of taking a request, is the subject's."""
-        arrived = self.schedule.due(self._clock())
-        for index, arrival in arrived:
-            sent = None if self.schedule.is_closed(index) else self._clock()
-            self.sent[index] = Sent(arrival, sent, self._returned)
-            try:
-                give(index)
-            except ValueError as error:  # it is too long, say
-                self.end(index, str(error))
-            self._returned = self._clock()
-        return bool(arrived)
+            raise CutOff(self._served(start, records)) from stop
+        return self._served(start, records)
 
     def answered(self) -> float:
         """To be called when the subject has returned with answers, before they are told of; says when that was."""
@@ -221,20 +203,16 @@ class Outcomes:
             self.prompts[follower] = [*self.prompts[index], *token_ids, *self.prompts[follower]]
         return ()
 
-    def _served(self, records: Sequence[StepRecord]) -> Served:
-        end = self._clock()
+    def _served(self, start: float, records: Sequence[StepRecord]) -> Served:
         traces = tuple(self.traces[index] for index in range(len(self.items)))
-        first = min((trace.arrival for trace in traces), default=self._start)
-        return Served(traces, first, end, tuple(records), in_flight_s=self.schedule.in_flight_s)
+        first = min((trace.arrival for trace in traces), default=start)
+        return Served(traces, first, self._clock(), tuple(records), in_flight_s=self.schedule.in_flight_s)
 
     def note(
         self, index: int, error: str, token_times: Sequence[float] = (), token_ids: Sequence[int] = (), **more: Any
     ) -> None:
         """One that was never sent counts as having arrived now."""
-        item, sent = self.items[index], self.sent.get(index)
-        if sent is None:
-            now = self._clock()
-            sent = Sent(now, None, now)
+        item, now = self.items[index], self._clock()
         self.traces[index] = RequestTrace(
             prompt_tokens=len(self.prompts[index]),
             asked_tokens=item.output_tokens,
@@ -244,6 +222,6 @@ class Outcomes:
             name=item.name,
             shared_tokens=item.shared_tokens,
             error=error,
-            **sent._asdict(),
+            **self.sent.get(index, Sent(now, None, now))._asdict(),
             **more,
         )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Set
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
-from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
@@ -29,44 +29,32 @@ from experiments.lab.workloads import Inputs
 ATTEMPTS = 3  # at a pass, where the machine changes its speed
 
 
+@dataclass
 class Session:
-    def __init__(
-        self,
-        terms: Terms,
-        measured: Mapping[Key, Cell],
-        repeats: int,
-        steps: Steps,
-        spec: AblationSpec,
-        peers: PeerSettings,
-        simulator: Simulator,
-        aa: str | None = None,
-        left_out: Set[str] = frozenset(),
-    ) -> None:
-        """
-        Args:
-            aa: the baseline's second arm, of which some points have no cell.
-            left_out: variants that this process does not measure.
-        """
-        self.ledger = Ledger(terms)
-        self.profiles: list[StepProfile] = []
-        self.kernels: list[KernelRow] = []
-        self.profile_rows: list[Row] = []
-        self.notes: list[str] = []
-        self.begun = ""  # what is kept of the first round, where Ctrl-C came before its end
-        self.labels = terms.labels
-        self.cells = measured
-        self._repeats = repeats
-        self._aa = aa
-        self._left_out = left_out
-        self._steps = steps
-        self._idle_wanted = "gpu_idle_share" in spec.metrics
-        self._peers = Peers(peers)
-        self._lending = Lending(spec.keep_engines, self._peers, simulator, steps.within)
+    terms: InitVar[Terms]
+    cells: Mapping[Key, Cell]
+    repeats: int
+    steps: Steps
+    spec: AblationSpec
+    peer_settings: InitVar[PeerSettings]
+    simulator: InitVar[Simulator]
+    aa: str | None = None  # the baseline's second arm, of which some points have no cell
+    left_out: Set[str] = frozenset()  # variants that this process does not measure
+    profiles: list[StepProfile] = field(default_factory=list)
+    kernels: list[KernelRow] = field(default_factory=list)
+    profile_rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    begun: str = ""  # what is kept of the first round, where Ctrl-C came before its end
+
+    def __post_init__(self, terms: Terms, peer_settings: PeerSettings, simulator: Simulator) -> None:
+        self.ledger, self.labels = Ledger(terms), terms.labels
+        self._peers = Peers(peer_settings)
+        self._lending = Lending(self.spec.keep_engines, self._peers, simulator, self.steps.within)
         self._absent: dict[str, str] = {}  # variant -> why
-        devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
+        devices = [cell.engine.model.device for cell in self.cells.values() if cell.kind is not Kind.simulated]
         self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
-        for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
-            if cell.variant not in left_out and cells.starts_untimed(cell):
+        for cell in self.cells.values() if self.spec.keep_engines else ():  # which all have room side by side
+            if cell.variant not in self.left_out and cells.starts_untimed(cell):
                 self._peers.begin(cell.kind, cell.engine)
 
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
@@ -74,12 +62,12 @@ class Session:
         those peers are there: nothing is timed while they load."""
         if not self._peers.begun:
             return
-        self._steps.note("engines start, and others load")
+        self.steps.note("engines start, and others load")
         for cell in self.cells.values():
-            first = cell.variant == cell.engine_of and cell.variant not in self._left_out
+            first = cell.variant == cell.engine_of and cell.variant not in self.left_out
             here = cell.kind is Kind.engine and cell.point.name in inputs
             if first and here and cells.starts_untimed(cell):
-                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+                with self._lending.lend(cell) as lent:
                     cells.warm_up(cell, inputs[cell.point.name], lent)
         self._peers.await_begun()
 
@@ -89,18 +77,16 @@ class Session:
         order = [variant for variant in self.order(repeat, again=True) if (variant, point.name) in self.cells]
         for cell in (self.cells[variant, point.name] for variant in order):
             try:
-                self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+                self._next(cell, f"repeat {repeat + 1} of {self.repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except KeyboardInterrupt as stop:
-                begun = stop.begun if isinstance(stop, CutOff) and not passes else None
-                if begun is not None:
-                    passes.append((cell, [begun]))
+                began = [stop.begun] if isinstance(stop, CutOff) and stop.begun and not passes else []
+                passes += [(cell, began)] if began else []
                 if passes and not self.ledger.rounds:  # else whole rounds tell more
                     self.ledger.enter(repeat, passes)
                     kept = ", ".join(self.labels[done.variant] for done, _ in passes)
                     self.begun = f"of the first round is kept: {kept}"
-                    if begun is not None:
-                        requests = begun.served.requests
+                    for requests in (one.served.requests for one in began):
                         ended = sum(not request.error for request in requests)
                         self.begun += f", {ended} of {len(requests)} requests, which count in no figure"
                 raise
@@ -113,9 +99,8 @@ class Session:
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
-        lost_cells = [(self.cells.get((variant, point.name)), why) for variant, why in self._absent.items()]
-        absent_cells = [(cell, why) for cell, why in lost_cells if cell is not None]
-        self.ledger.enter(repeat, passes, absent_cells)
+        lost_cells = ((self.cells.get((variant, point.name)), why) for variant, why in self._absent.items())
+        self.ledger.enter(repeat, passes, [(cell, why) for cell, why in lost_cells if cell is not None])
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
@@ -124,7 +109,7 @@ class Session:
             if not cell.kind.can.profiled:
                 continue
             try:
-                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+                with self._lending.lend(cell) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
                     assert isinstance(lent.subject, EngineSubject | Lease)
                     found, kernels = lent.subject.profile(items, cell.variant, point.name)
@@ -134,22 +119,20 @@ class Session:
             if repeat == 0:
                 self.profiles.append(found)
                 self.kernels += kernels
-            if self._idle_wanted:
-                self.profile_rows.append(
-                    Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
-                )  # fmt: skip
+            if "gpu_idle_share" in self.spec.metrics:
+                self.profile_rows.append(Row(*cell.key, repeat, "gpu_idle_share", found.idle_share, ""))
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
-        left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
+        left_out = {*self._absent, *self.left_out, *(() if again else (self.aa,))}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, planned: bool = True) -> list[Row]:
         """One variant at one point, once: its rows, repeated attempts first. `planned`: among the steps to be made."""
         if planned:
-            self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+            self._next(cell, f"repeat {repeat + 1} of {self.repeats}")
         else:
-            self._steps.note(f"{self.labels[cell.variant]}, beyond the range, {cell.point.name}")
+            self.steps.note(f"{self.labels[cell.variant]}, beyond the range, {cell.point.name}")
         self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
         return self.ledger.rounds[-1].rows
 
@@ -169,12 +152,12 @@ class Session:
         return self._watch.summary()
 
     def _next(self, cell: Cell, what: str) -> None:
-        self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+        self.steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
         while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
-            self._steps.note(f"again, because {problem}")
+            self.steps.note(f"again, because {problem}")
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

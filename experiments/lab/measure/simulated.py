@@ -12,6 +12,7 @@ from experiments.lab.measure.costs import Found, Target, Watched
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
+from experiments.lab.points import keys
 from experiments.lab.spec import STEPS
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
@@ -32,10 +33,12 @@ from mini_infer.simulation.replica import Replica
 MOST_RANKS = 64  # that are looked at for a model that does not fit
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
 OF_REPLICAS = (  # settings that replicas of given limits and costs read, and their router
-    *("engine.cache.block_size", "engine.cache.layout", "engine.cache.prefix_caching", "engine.cache.watermark"),
-    *("engine.scheduler.ageing_tokens_per_s", "engine.scheduler.batching", "engine.scheduler.chunked_prefill"),
-    *("engine.scheduler.max_num_batched_tokens", "engine.scheduler.max_num_seqs", "engine.scheduler.policy"),
-    *("engine.parallel.pipeline", "engine.parallel.routing", "engine.speculation"),
+    "engine.speculation",
+    *keys("engine.cache", "block_size layout prefix_caching watermark"),
+    *keys(
+        "engine.scheduler", "ageing_tokens_per_s batching chunked_prefill max_num_batched_tokens max_num_seqs policy"
+    ),
+    *keys("engine.parallel", "pipeline routing"),
 )
 FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV is taken to be there as it is computed"
 
@@ -90,7 +93,7 @@ class Simulator:
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
             block = config.cache.block_size * DRY_TOKEN_BYTES
             settled = settle_limits(config, dry.max_model_len, plenty, block, self.chosen.host_memory_gib)
-            return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
+            return Setup(config, Found(costs.of_dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
         settled = _limits(target, self.chosen.host_memory_gib)
         waits = config.parallel.pipeline > 1 and config.speculation.most > 0  # as in runtime/worker/worker.py
@@ -144,27 +147,24 @@ class Simulator:
 
 
 def _limits(target: Target, host_gib: float | None) -> Limits:
-    """As an engine with these settings would find them. The error of what does not fit names the
-    fewest ranks with which it does."""
-    try:
-        return _settled(target, host_gib)
-    except ConfigError as error:
-        for tensor in range(target.config.parallel.tensor + 1, MOST_RANKS + 1):
-            try:
-                _settled(replace(target, config=changed(target.config, parallel={"tensor": tensor})), host_gib)
-            except ConfigError:
-                continue
-            raise ConfigError(f"{error}. With engine.parallel.tensor={tensor} it fits") from None
-        raise
-
-
-def _settled(target: Target, host_gib: float | None) -> Limits:
-    config, parallel = target.config, target.config.parallel
-    spec = of_each_rank(target.spec, parallel.tensor)
-    block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
-    # A stage has its share of the layers.
-    affordable = _kv_bytes(target) * parallel.pipeline // block
-    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor, host_gib)
+    """As an engine would find them. The error of what does not fit names the fewest ranks with which it does."""
+    own, refused = target.config.parallel.tensor, None
+    for tensor in range(own, MOST_RANKS + 1):
+        try:
+            config = changed(target.config, parallel={"tensor": tensor})
+            spec = of_each_rank(target.spec, tensor)
+            block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
+            # A stage has its share of the layers.
+            affordable = _kv_bytes(replace(target, config=config)) * config.parallel.pipeline // block
+            found = settle_limits(config, spec.max_model_len, affordable, block * tensor, host_gib)
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        if refused is None:
+            return found
+        raise ConfigError(f"{refused}. With engine.parallel.tensor={tensor} it fits") from None
+    assert refused is not None
+    raise refused
 
 
 def _kv_bytes(target: Target) -> int:

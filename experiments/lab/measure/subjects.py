@@ -1,21 +1,24 @@
-"""The engine as what is measured, how it is driven through a workload on schedule, and what can be asked of whom."""
+"""The engine as what is measured: how it is driven through a workload on schedule, and how its decode steps are
+profiled, in a pass of their own that nothing is timed in."""
 
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.profile_pass import profile_decode
+from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import Subject
@@ -24,8 +27,8 @@ from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
-from mini_infer.core.request import FinishReason, RequestOutput
-from mini_infer.modeling.loader import as_served, load_spec, outline, resolve_device, resolve_dtype
+from mini_infer.core.request import FinishReason
+from mini_infer.modeling.loader import outline, resolve_device
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
@@ -40,24 +43,45 @@ class EngineSubject:
             self._folder = TemporaryDirectory(dir=path, ignore_cleanup_errors=True)
             config = replace(config, cache=replace(config.cache, disk_prefix_path=self._folder.name))
         self.engine = LLMEngine(config)
-        self._step_costs = _measured_costs(self.engine)
+        self._step_costs: StepCosts | None = None  # by rows and drafts
+        if config.speculation.most:
+            self._step_costs = self.engine.executor.step_costs()
+            self.engine.core.reset()
         self.about = _facts(self.engine.startup)
-        self._memory = MemoryWatch(config)
-        self._compiled = compiled_kernels() if resolve_device(config.model).type == "cuda" else []
+        device = resolve_device(config.model).type
+        self._on_gpu = device == "cuda" and config.model.load_format is not LoadFormat.dry
+        self._bytes: tuple[int, int] | None = None  # on a CPU, of the weights and of a KV block; the dry model has none
+        if device == "cpu" and config.model.load_format is not LoadFormat.dry:
+            model = outline(*served_as(config, device))
+            self._bytes = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
+        self._compiled = compiled_kernels() if device == "cuda" else []
         self.tell: Callable[[int, int], None] = lambda ended, total: None
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        self._memory.start()
-        known = len(self._compiled)
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        known, reserved = len(self._compiled), self._reserved()
         served = drive(self.engine, items, concurrency, tell=self.tell)
         return replace(
             served,
-            peak_memory=self._memory.peak(served.records),
-            memory_growth=self._memory.growth(),
+            peak_memory=self._peak_memory(served.records),
+            memory_growth=max(0, self._reserved() - reserved),
             compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
             kv_token_bytes=self.engine.startup.kv_token_bytes or None,
         )
+
+    def _reserved(self) -> int:
+        """Bytes that torch's allocator has taken from the GPU."""
+        return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
+
+    def _peak_memory(self, records: Sequence[StepRecord]) -> int | None:
+        """Bytes at the fullest moment: on a GPU what torch's allocator had given out, with the whole KV pool. On a CPU,
+        whose high water would mostly be torch itself, weights and KV blocks in use. None of the dry model."""
+        if self._bytes is None:
+            return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
+        weights, block = self._bytes
+        return weights + block * max((record.kv.used_blocks for record in records), default=0)
 
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
@@ -126,66 +150,32 @@ def drive(
                 raise
             outputs, last_error = [], f"{type(error).__name__}: {error}"
         outcomes.answered()
+        failed = {
+            FinishReason.error: last_error or "the engine could not finish it",
+            FinishReason.abort: "it was aborted",
+        }
         for output in outputs:
             if output.finished:
-                end(output)
+                (completion,) = output.outputs
+                metrics = completion.metrics
+                assert metrics is not None
+                outcomes.end(
+                    outcomes.index_of[output.request_id],
+                    failed.get(completion.finish_reason, "") if completion.finish_reason else "",
+                    metrics.token_times,
+                    completion.token_ids,
+                    cached_tokens=metrics.num_cached_tokens,
+                    first_scheduled=metrics.first_scheduled_time,
+                    preemptions=metrics.num_preemptions,
+                )
         tell(len(outcomes.traces), len(items))
         return True
 
-    def end(output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        metrics, reason = completion.metrics, completion.finish_reason
-        assert metrics is not None
-        failed = last_error or "the engine could not finish it"
-        outcomes.end(
-            outcomes.index_of[output.request_id],
-            {FinishReason.error: failed, FinishReason.abort: "it was aborted"}.get(reason, "") if reason else "",
-            metrics.token_times,
-            completion.token_ids,
-            cached_tokens=metrics.num_cached_tokens,
-            first_scheduled=metrics.first_scheduled_time,
-            preemptions=metrics.num_preemptions,
-        )
-
-    observe = records.append
-    engine.observers.append(observe)
+    engine.observers.append(records.append)
     try:
         return outcomes.run(concurrency, send, advance, records)
     finally:
-        engine.observers.remove(observe)
-
-
-class MemoryWatch:
-    """Bytes at the fullest moment of a pass.
-
-    On a GPU: what torch's allocator had given out, which includes the whole KV pool. On a CPU the process's own high
-    water would mostly be torch itself, so it is the weights and the KV blocks in use at the fullest step.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._dry = config.model.load_format is LoadFormat.dry  # which holds no weights and no KV
-        self._on_gpu = not self._dry and resolve_device(config.model).type == "cuda"
-        self._reserved = 0
-        if not self._dry and not self._on_gpu:
-            spec = as_served(load_spec(config.model), config)
-            model = outline(spec, resolve_dtype(config.model, spec, resolve_device(config.model)))
-            self._weights, self._block = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
-
-    def start(self) -> None:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self._reserved = torch.cuda.memory_reserved()
-
-    def peak(self, records: Sequence[StepRecord]) -> int | None:
-        """Since `start`; None of the dry model."""
-        if self._on_gpu:
-            return int(torch.cuda.max_memory_allocated())
-        most = max((record.kv.used_blocks for record in records), default=0)
-        return None if self._dry else self._weights + self._block * most
-
-    def growth(self) -> int:
-        """Bytes that torch's allocator took from the GPU since `start`."""
-        return max(0, int(torch.cuda.memory_reserved()) - self._reserved) if self._on_gpu else 0
+        engine.observers.remove(records.append)
 
 
 @functools.cache
@@ -203,21 +193,17 @@ def compiled_kernels() -> list[str]:
     return names
 
 
-def _measured_costs(engine: LLMEngine) -> StepCosts | None:
-    """What steps cost by rows and drafts; None without speculation."""
-    if not engine.config.speculation.most:
-        return None
-    costs = engine.executor.step_costs()
-    engine.core.reset()
-    return costs
-
-
 def _facts(startup: StartupReport) -> dict[str, Any]:
     """On a CPU the run's config says all of it."""
     if startup.device == "cpu":
         return {}
     own, heads = startup.kv_token_bytes, startup.kv_token_bytes_of_heads
     saved = "" if own == heads else f", {own:,} bytes a token instead of {heads:,} ({own / heads - 1:+.1%})"
+    drafts = {
+        "speculation": startup.speculation,
+        "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
+        "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
+    }
     return {
         "prompts": startup.attention_prefill,
         "decode rows": startup.attention_decode,
@@ -227,7 +213,7 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         **({"ranks": f"{startup.tensor_parallel}; sums: {startup.all_reduce}"} if startup.tensor_parallel > 1 else {}),
         "CUDA graphs": _captured(startup.graphs, "batch sizes"),
         "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
-        **_speculation(startup),
+        **({} if startup.speculation == "none" else drafts),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
         **({"adapters": f"{startup.adapter_bytes / 2**30:.2f} GiB"} if startup.adapter_bytes else {}),
         "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB{saved}",
@@ -235,21 +221,85 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
     }
 
 
-def _speculation(startup: StartupReport) -> dict[str, Any]:
-    if startup.speculation == "none":
-        return {}
-    return {
-        "speculation": startup.speculation,
-        "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
-        "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
-    }
-
-
 def _captured(report: CaptureReport, sizes: str) -> str:
-    largest = max(report.batch_sizes, default=0)
-    captured = f"of {len(report.batch_sizes)} {sizes} up to {largest}"
     cost = f"{report.seconds:.1f} s, {report.memory_bytes / 2**20:,.0f} MiB"
-    return "; ".join([*([f"{captured} ({cost})"] if report.batch_sizes else []), *report.limits])
+    captured = f"of {len(report.batch_sizes)} {sizes} up to {max(report.batch_sizes, default=0)} ({cost})"
+    return "; ".join([*([captured] if report.batch_sizes else []), *report.limits])
+
+
+_numbers = count()  # profiled passes share no request names and no cached prefixes
+
+
+def profile_decode(
+    engine: LLMEngine, items: Sequence[Item], variant: str, point: str
+) -> tuple[StepProfile, list[KernelRow]]:
+    """Decodes all `items` together, some steps without the profiler and some under it, and aborts them.
+
+    Raises NoProfile where the engine runs on no GPU, cannot hold the items together, or they leave no room to decode.
+    """
+    if not torch.cuda.is_available():
+        raise NoProfile("it takes a GPU")
+    room = engine.max_model_len - max(len(item.prompt) for item in items)
+    if room < 4 * (STEPS + CALM):
+        raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt, too few to decode for long")
+    salt = f"profile {next(_numbers)}"
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
+    adapters: list[Any] = list(engine.adapters) or [None]  # in turn, as the driver deals them
+    names = [
+        engine.add_request(
+            list(item.prompt),
+            params,
+            request_id=f"{salt}-{index}",
+            adapter=adapters[index % len(adapters)],
+            cache_salt=salt,
+            stream=False,
+        )
+        for index, item in enumerate(items)
+    ]
+    try:
+        _until_all_decode(engine, len(items))
+        torch.cuda.synchronize()
+        start = engine.clock()
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+        plain_us = 1e6 * (engine.clock() - start) / STEPS
+        trace = _trace(engine)
+        if engine.records[-1].decode_tokens != len(items):  # else the mean would be of fewer rows than it says
+            raise NoProfile("some of them ended while its steps were profiled")
+    finally:
+        for name in names:
+            engine.abort(name)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return analyse(trace, variant, point, len(items), plain_us)
+
+
+def _until_all_decode(engine: LLMEngine, rows: int) -> None:
+    calm = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        last = engine.records[-1] if engine.records else None
+        calm = calm + 1 if last and not last.prefill_tokens and last.decode_tokens == rows else 0
+        if calm == CALM:
+            return
+    raise NoProfile(f"the engine does not decode {rows} requests together")
+
+
+def _trace(engine: LLMEngine) -> dict[str, Any]:
+    """Chrome's JSON of STEPS steps, each in an annotation."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(STEPS):
+            with torch.profiler.record_function(STEP):
+                engine.step()
+        torch.cuda.synchronize()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def open_subject(kind: Kind, config: EngineConfig) -> Subject:
@@ -267,12 +317,11 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
     """Raises ConfigError where a peer cannot do what the workload asks."""
-    asks = {
-        "requests that follow others": (kind.can.chains, any(item.follows is not None for item in items)),
-        "priorities": (kind.can.chains, any(item.priority for item in items)),
-        "arrival times (an open loop)": (kind.can.open_loop, any(item.arrival_s is not None for item in items)),
-    }
-    for what, (can, asked) in asks.items():
+    for what, can, asked in (
+        ("requests that follow others", kind.can.chains, any(item.follows is not None for item in items)),
+        ("priorities", kind.can.chains, any(item.priority for item in items)),
+        ("arrival times (an open loop)", kind.can.open_loop, any(item.arrival_s is not None for item in items)),
+    ):
         if asked and not can:
             raise ConfigError(
                 f"experiment.variants.{variant}: the kind {kind.value} cannot serve {what}, which the workload has. "

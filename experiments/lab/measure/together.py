@@ -58,15 +58,11 @@ class RanksSpec(ExperimentSpec):
 
 
 class OverRanks(Probe):
-    """
-    Attributes:
-        make: a rank, of its number and a store through which ranks find each other. Can be pickled.
-        reference: what results are compared with.
-    """
+    """A probe whose ranks measure together."""
 
     spec: RanksSpec
-    make: Callable[[int, Store], Rank]
-    reference: str
+    make: Callable[[int, Store], Rank]  # of its number and a store through which ranks find each other; can be pickled
+    reference: str  # what results are compared with
 
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
@@ -80,9 +76,8 @@ class OverRanks(Probe):
         error = found.pop(ERROR)
         assert error is not None
         if variant != self.aa:
-            self._gates[variant, point.name] = ErrorGate(
-                variant, point.name, error, self.spec.allowed_error, self.reference
-            )
+            of = variant, point.name
+            self._gates[of] = ErrorGate(*of, error, self.spec.allowed_error, self.reference)
         return found
 
 
@@ -93,8 +88,7 @@ def largest(error: float, context: ParallelContext) -> float:
 
 
 class _Ranks:
-    """Rank 0, which is here, and processes that do what it does. Where one of them ends or takes too long, rank 0 would
-    wait for it without end: a thread looks, and ends whatever it waits for."""
+    """Rank 0, and processes that do what it does: a thread ends what it waits for where one ends or takes too long."""
 
     def __init__(self, first: Rank, others: Mapping[BaseProcess, Connection]) -> None:
         self.first, self._others = first, others
@@ -124,8 +118,7 @@ class _Ranks:
 
     def _watch(self) -> None:
         while not self._why and not self.ended.wait(LOOK_S):
-            since = self._since
-            if since is not None:
+            if (since := self._since) is not None:
                 late = time.monotonic() - since > LIMIT_S
                 self._why = self._lost() or (f"ranks did not measure within {LIMIT_S:g} s: one hangs" if late else "")
         if self._why:
@@ -143,15 +136,13 @@ class _Ranks:
 def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[_Ranks]:
     """The other ranks end with it."""
     context: Any = mp.get_context(START)
-    store = open_store()
-    pipes = [context.Pipe() for _ in range(1, size)]
-    others = {
-        context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True): own
-        for rank, (own, end) in enumerate(pipes, 1)
-    }
-    for process in others:
-        process.start()
+    store, others = open_store(), dict[BaseProcess, Connection]()
     try:
+        for rank in range(1, size):
+            own, end = context.Pipe()
+            process = context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True)
+            process.start()
+            others[process] = own
         with torch.inference_mode():
             ranks = _Ranks(make(0, store), others)
             try:

@@ -252,49 +252,46 @@ _OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its reco
 
 
 def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
-    return [
-        StepRow(
-            variant,
-            point,
-            step,
-            record.start_time - served.start,
-            record.end_time - record.start_time,
-            *(operator.attrgetter(name.replace("kv_", "kv.", 1))(record) for name in _OF_RECORD),
-        )
-        for step, record in enumerate(served.records)
-    ]
+    rows = []
+    for step, record in enumerate(served.records):
+        when = record.start_time - served.start, record.end_time - record.start_time
+        of_record = (operator.attrgetter(name.replace("kv_", "kv.", 1))(record) for name in _OF_RECORD)
+        rows.append(StepRow(variant, point, step, *when, *of_record))
+    return rows
 
 
 def request_rows(
     variant: str, point: str, repeat: int, served: Served, *, attempt: int = 0, valid: bool | None = None
 ) -> list[RequestRow]:
-    return [
-        RequestRow(
+    rows = []
+    for trace in served.requests:
+        first, last = (trace.token_times[0], trace.token_times[-1]) if trace.token_times else (None, None)
+        row = RequestRow(
             variant=variant,
             point=point,
             request=trace.request_id,
             name=trace.name,
             arrival_s=trace.arrival - served.start,
-            first_scheduled_s=None if trace.first_scheduled is None else trace.first_scheduled - served.start,
-            first_token_s=trace.token_times[0] - served.start if trace.token_times else None,
-            end_s=trace.token_times[-1] - served.start if trace.token_times else None,
+            first_scheduled_s=_between(served.start, trace.first_scheduled),
+            first_token_s=_between(served.start, first),
+            end_s=_between(served.start, last),
             prompt_tokens=trace.prompt_tokens,
             output_tokens=len(trace.token_times),
             cached_tokens=trace.cached_tokens,
             preemptions=trace.preemptions,
             repeat=repeat,
             queue_s=_between(trace.arrival, trace.first_scheduled),
-            prefill_s=trace.spans.get("prefill", _between(trace.first_scheduled, next(iter(trace.token_times), None))),
-            decode_s=trace.token_times[-1] - trace.token_times[0] if trace.token_times else None,
+            prefill_s=trace.spans.get("prefill", _between(trace.first_scheduled, first)),
             transfer_s=trace.spans.get("transfer"),
+            decode_s=_between(first, last),
             transfer_exposed_s=trace.spans.get("transfer_exposed"),
             decode_wait_s=trace.spans.get("decode_wait"),
             first_decode_step_s=trace.spans.get("first_decode_step"),
             attempt=attempt,
             valid=valid,
         )
-        for trace in served.requests
-    ]
+        rows.append(row)
+    return rows
 
 
 def gap_rows(variant: str, point: str, repeat: int, served: Served) -> list[GapRow]:

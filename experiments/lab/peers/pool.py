@@ -47,7 +47,7 @@ class Lease:
         self.about: Mapping[str, Any] = {**process.about, "process": "its own, kept from pass to pass"}
 
     def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
-        """Raises NoProfile, as profile_pass does, and PeerError."""
+        """Raises NoProfile, as subjects.profile_decode does, and PeerError."""
         assert isinstance(self.process, PeerProcess)
         prompts = [list(item.prompt) for item in items]
         found: tuple[StepProfile, list[KernelRow]] = self.process.call(
