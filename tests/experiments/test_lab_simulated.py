@@ -64,6 +64,23 @@ def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
 
 
+def test_what_ranks_take_is_estimated_from_what_one_takes(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file())
+    two = replace(TINY, parallel={"tensor": 2})
+    assert Simulator(GPU, 1, tmp_path).setup(two).found.source.startswith("the roofline"), "no rate of a link is known"
+    linked = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0})
+    found = Simulator(dataclasses.replace(GPU, ceilings=(linked,)), 1, tmp_path).setup(two).found
+    assert found.source.startswith("estimated from those of one rank (a.yaml): no costs are known")
+    spec = load_spec(TINY.model)
+    sums = [(2 * spec.num_layers + 2) * (costs.SUM_S + rows * spec.hidden_size * 2 / 400e9) for rows in (1, 8)]
+    assert [found.costs.device_s(Work.decode(rows, 0)) for rows in (1, 8)] == pytest.approx(
+        [0.5e-3 + sums[0], 1e-3 + sums[1]]
+    ), "half of each step, and the sums"
+    slots = found.costs.device_s(Work.decode(1, 1000)) - found.costs.device_s(Work.decode(1, 0))
+    assert slots == pytest.approx(0.5e-5), "each rank reads half of the heads"
+    assert found.costs.host_s(8) == pytest.approx(1e-4 + 8e-6)
+
+
 NOT_THE_SAME = {
     "model": {"kernels": "torch"},
     "graphs": {"max_prefill_tokens": 8192},

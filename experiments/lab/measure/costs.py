@@ -6,6 +6,7 @@ not by its name. Written by `python run.py experiment=calibrate`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from mini_infer.modeling.spec import ModelSpec
 from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
+SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
+SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
 _USUAL = flat(EngineConfig().to_dict())
 HEADER = """\
 # What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
@@ -150,12 +153,14 @@ def find(folder: Path, target: Target) -> Found:
     """The costs that were measured of this layout on this machine; else the roofline's, which no step can beat.
 
     Raises ConfigError where neither is known."""
-    layout, others = target.layout, []
+    layout, others, alone = target.layout, [], None
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
+        measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
         if known.machine == target.machine and known.layout == layout:
-            measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
             return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
+        if known.machine == target.machine and known.layout == replace(layout, tensor=1):
+            alone = measured, path.name
         other = differences(layout, known.layout)
         other |= {"machine": known.machine} if known.machine != target.machine else {}
         others.append((path.name, [f"{key}={value}" for key, value in other.items()]))
@@ -165,6 +170,9 @@ def find(folder: Path, target: Target) -> Found:
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
+    if alone is not None and "to_peer" in target.ceilings.link_gb_s:
+        estimate = Watched(over_ranks(alone[0], target))
+        return Found(estimate, f"estimated from those of one rank ({alone[1]}): {missing}", bound=True)
     return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
 
 
@@ -229,6 +237,28 @@ class Roofline:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
         return np.linspace(first, last, len(contexts)).tolist()
+
+
+def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
+    """An estimate for ranks that share each layer: a step of one device, as much shorter as the roofline says, and two
+    sums a layer, that of embeddings, and the logits, one after the other. Attention is shared by heads."""
+    assert target.ceilings is not None
+    parallel, spec = target.config.parallel, target.spec
+    single = replace(target, config=replace(target.config, parallel=replace(parallel, tensor=1)))
+    floor, floor_alone = Roofline(target).device_s, Roofline(single).device_s
+    row_bytes = (parallel.tensor - 1) * spec.hidden_size * target.dtype.itemsize
+    row_s = row_bytes / (1e9 * target.ceilings.link_gb_s["to_peer"])
+
+    def shared(curve: Curve, work: Callable[[int], Work]) -> Curve:
+        shorter = [floor(work(tokens)) / floor_alone(work(tokens)) for tokens in curve.tokens]
+        sums = [(2 * spec.num_layers + 2) * (SUM_S + row_s * tokens) for tokens in curve.tokens]
+        seconds = np.array(curve.seconds) * shorter + sums
+        return Curve(curve.tokens, tuple(np.maximum.accumulate(seconds).tolist()))
+
+    decode = shared(alone.decode, lambda tokens: Work.decode(tokens, 0))
+    prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0))
+    attention = {name: getattr(alone, name) / parallel.tensor for name in ("slot_s", "reach_s", "pair_s", "beside_s")}
+    return replace(alone, decode=decode, prompts=prompts, **attention)
 
 
 def push_block_s(target: Target) -> float:
