@@ -128,7 +128,7 @@ class Ablation(Experiment):
             if cell.kind is Kind.simulated:
                 found = self._simulator.setup(cell.engine).found  # before anything is measured
                 sources[f"What simulated steps take: {found.source}."] = None
-                if found.bound:  # that it is not met is no miss
+                if not found.measured:  # what is not met is no miss
                     predictions.pop(cell.variant, None)
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded

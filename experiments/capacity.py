@@ -1,8 +1,8 @@
 """The planner: simulates a workload on one layout after the other, for the fewest GPUs that keep a promise.
 
 From the engine's own settings on, one setting at a time takes each of its values, and the best stays (coordinate
-descent), until none helps any more. Layouts count whose steps have been measured, as long as there are any; what a
-roofline allows the others at best stands beside. Of each layout the fewest replicas are found that keep the promise:
+descent), until none helps any more. Layouts count whose steps have been measured, as long as there are any; what
+the others may do stands beside. Of each layout the fewest replicas are found that keep the promise:
 doubled until they do, then bisected. None are looked for where too few requests would keep it if each had an engine for
 itself. Where nothing keeps the promise, the nearest one that something keeps is simulated in its place.
 """
@@ -103,15 +103,15 @@ class Capacity(Experiment):
         own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
         if best.keeps:
             answer = self._kept(best)
-            bounds = list(self._bounds(best, steps))
+            unmeasured = list(self._unmeasured(best, steps))
             self._fill_fronts(best, steps)
             shown = [plan for plan in self._layouts.tried if plan.keeps]
-            notes = [answer, self._start(best), *bounds, *self._beside(best), *self._worth(best)]
+            notes = [answer, self._start(best), *unmeasured, *self._beside(best), *self._worth(best)]
         else:
             best, answer = self._nearest(best)
             shown = self._layouts.tried
             notes = [answer, self._start(best)]
-        notes += _fronts([plan for plan in shown if plan.bound <= best.bound])
+        notes += _fronts([plan for plan in shown if plan.measured >= best.measured])
         every = sorted((*self._plans.values(), *shown), key=lambda plan: plan.order)
         plans = {plan.point.name: plan for plan in every if plan.point.name != best.point.name}
         plans[best.point.name] = best
@@ -208,8 +208,8 @@ class Capacity(Experiment):
         )
 
     def _candidates(self, best: Plan) -> list[Plan]:
-        """Bounds among them only where there is nothing else."""
-        return [plan for plan in self._plans.values() if plan.bound <= best.bound]
+        """Those that are not measured only where there is nothing else."""
+        return [plan for plan in self._plans.values() if plan.measured >= best.measured]
 
     def _fill_fronts(self, best: Plan, steps: Steps) -> None:
         """More replicas than the fewest: of the winner, and of the layouts of each shape that are the best, and the
@@ -248,22 +248,23 @@ class Capacity(Experiment):
             if len(changed) == 1:
                 yield changed[0], plan
 
-    def _bounds(self, best: Plan, steps: Steps) -> Iterator[str]:
-        """What nobody has measured, at its best."""
-        if best.bound:
-            yield "Its steps are bounds, as of every layout here: no engine is as quick. Calibrate first."
+    def _unmeasured(self, best: Plan, steps: Steps) -> Iterator[str]:
+        """What nobody has measured."""
+        if not best.measured:
+            yield "Nobody has measured what steps take, in this layout or any other here. Calibrate first."
             return
         told = []
         for change in self._changes:
             settings, name = {**best.settings, **change}, points.point(change).name
             if not self._layouts.is_measured(settings):
-                steps.note(f"what a roofline allows with {name}")
+                steps.note(f"what {name} may do")
                 if (plan := self._plan(settings)) is not None:
                     told.append(f"{name}: {self._worth_of(plan)}")
         if told:
             yield (
-                f"Nobody has measured these, which a roofline, or a pipeline that hands on in no time, allows at best: "
-                f"{'; '.join(told)}. `experiment=calibrate` with that setting tells what they take."
+                "Nobody has measured these, which are estimated from one rank, or what a roofline, or a pipeline that "
+                f"hands on in no time, allows at best: {'; '.join(told)}. "
+                "`experiment=calibrate` with that setting tells what they take."
             )
 
     def _others(self, best: Plan) -> list[Plan]:
@@ -272,7 +273,7 @@ class Capacity(Experiment):
         others: dict[str, Plan] = {}
         for key, plan in sorted(self._neighbours(best), key=lambda each: each[1].order):
             told = plan.gpus != best.gpus or abs(plan.used / best.used - 1) > TIE
-            if told and plan.keeps and plan.bound == best.bound:
+            if told and plan.keeps and plan.measured is best.measured:
                 others.setdefault(key, plan)
         return list(others.values())[:LOSERS]
 
@@ -288,7 +289,7 @@ class Capacity(Experiment):
         """Each setting of the winner against the other values that were tried of it, all else equal."""
         for key in self.spec.settings:
             others = [f"{plan.settings[key]}: {self._worth_of(plan)}" for of, plan in self._neighbours(best)
-                      if of == key and plan.bound == best.bound]  # fmt: skip
+                      if of == key and plan.measured is best.measured]  # fmt: skip
             if others:
                 mine = f"{best.settings[key]}: {self._worth_of(best)} (chosen)"
                 yield f"{key.removeprefix('engine.')}, all else as in the winner: {mine}; {'; '.join(others)}."

@@ -15,8 +15,10 @@ RATE = "workload.rate_per_s"  # what a search varies
 IN_TIME = 0.9  # of the requests, at a rate that is called sustained
 PREDICTED = " predicted"  # behind a variant's name: the same one, simulated
 STEPS = "steps' times"  # of a simulated variant, among the facts about it: where they come from
-BOUND = "the roofline, a bound that no step can beat"  # how that begins where nobody has measured them
-OF_BOUND = " (bound)"  # behind a plan's name: of costs that no step can have, since nobody has measured this layout
+# How that begins where nobody has measured them.
+BOUND = "the roofline, a bound that no step can beat"
+ESTIMATE = "estimated from those of one rank"
+NOT_MEASURED = " (not measured)"  # behind a plan's name: what the steps of its layout take
 PREFILL_SHARE = "prefill_share"  # of the engines, which then compute prompts for the others: 0 where all do both
 # Settings of how GPUs are put together, and of what a step takes there: layouts in which they are equal have one shape.
 SHAPE = ("engine.parallel.tensor", "engine.parallel.pipeline", PREFILL_SHARE, "engine.model.quantization",

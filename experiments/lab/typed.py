@@ -200,11 +200,20 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     if config.experiment.get("_target_") != variants.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
     own = schema.plain(config.experiment).get("points") or {}
-    known = {**own, **{axis: _chosen(axis, own.get(axis), values) for axis, values in asked.items()}}
+    known = dict(own)
+    for axis, values in asked.items():
+        bundles, _, name = axis.partition(".")
+        if isinstance(named := known.get(bundles), Mapping) and name:  # one more
+            known[bundles] = {**named, name: values}
+        else:
+            known[axis] = _chosen(axis, known.get(axis), values)
     if known == own:
         return []
     config.experiment.points = known
     grid = points.grid(known)
+    # Nobody measures what these were, but with it workload.arrivals=poisson may be typed, which needs a rate.
+    first = {axis: known[axis][0] for axis in asked if isinstance(known.get(axis), list)}
+    config.workload = schema.with_values(schema.of_points(config), first).workload
 
     def stands(claim: Any) -> bool:
         wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
@@ -215,9 +224,10 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         config.experiment.timeline = None
     if config.experiment.get("again_at"):
         config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
-    if profiled := config.experiment.get("profile"):
-        config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
-    of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
+    for name in ("gate_at", "profile"):
+        if own_points := config.experiment.get(name):
+            config.experiment[name] = [at for at in own_points if _stands(grid, at)] or [dict(grid[0].values)]
+    of = ", ".join(f"{axis} {points.shown(values)}" for axis, values in known.items() if values != own.get(axis))
     return [f"Measured at other points than the experiment's own: {of}.{lost}"]
 
 
@@ -227,10 +237,13 @@ def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
 
 def _chosen(axis: str, own: Any, values: Any) -> Any:
     """The bundles of that name, or the values themselves."""
-    values = values if isinstance(values, list) else [values]
+    values = values if isinstance(values, (list, Mapping)) else [values]
     if not isinstance(own, Mapping):
-        if own is None and not axis.startswith(("workload.", "engine.")):
-            raise ConfigError(f"experiment.points has no {axis!r}: give a key of workload or engine, or an axis it has")
+        if own is None and not isinstance(values, Mapping) and not axis.startswith(("workload.", "engine.")):
+            raise ConfigError(
+                f"experiment.points has no {axis!r}: give a key of workload or engine, an axis it has, or names with "
+                f"their settings, {{name: {{workload.count: 8}}}}"
+            )
         return values
     for name in values:
         if name not in own:

@@ -138,9 +138,9 @@ def test_nothing_with_as_few_gpus_beats_a_point_of_the_front(compose_config) -> 
     assert f"{best} GPUs {shown[0].values[name]:.3g} ms (replicas={best})" in told
 
 
-def test_beside_bounds_the_fewest_of_what_was_measured_are_searched_for(compose_config, monkeypatch) -> None:
-    """With all settings, not with those alone that the search had come to before it met a bound."""
-    monkeypatch.setattr(plans, "_is_bound", lambda setup: setup.config.scheduler.max_num_seqs == 8)
+def test_beside_what_nobody_has_measured_the_fewest_of_what_was_are_searched_for(compose_config, monkeypatch) -> None:
+    """With all settings, not with those alone that the search had come to before it met one that nobody has."""
+    monkeypatch.setattr(plans, "_is_measured", lambda setup: setup.config.scheduler.max_num_seqs != 8)
     tokens = "engine.scheduler.max_num_batched_tokens"
     config = compose_config(*PLAN)
     config.experiment.settings = {**SLOTS, tokens: [128, 256]}
@@ -148,17 +148,19 @@ def test_beside_bounds_the_fewest_of_what_was_measured_are_searched_for(compose_
     found = measured(config, Capacity)[1]
     best = found.points[-1]
     assert best.values["engine.scheduler.max_num_seqs"] == 2, "though 8 takes fewer GPUs"
-    assert "(bound)" not in found.answer
+    assert "(not measured)" not in found.answer
     (bounds,) = (note for note in found.notes if note.startswith("Nobody has measured these"))
     assert re.search(r"max_num_seqs=8: \d+ GPUs?, TTFT P50 ", bounds)
-    assert not any("(bound)" in note for note in found.notes if note.startswith(("Cost against", "To be measured")))
+    assert not any(
+        "(not measured)" in note for note in found.notes if note.startswith(("Cost against", "To be measured"))
+    )
     counts = [p.values["engine.parallel.replicas"] for p in found.points if p.name.startswith("max_num_seqs=2")]
     assert max(counts) == min(64, 4 * best.values["engine.parallel.replicas"])
     assert {p.values[tokens] for p in found.points if p.values["engine.scheduler.max_num_seqs"] == 2} >= {128, 256}
-    monkeypatch.setattr(plans, "_is_bound", lambda setup: True)
+    monkeypatch.setattr(plans, "_is_measured", lambda setup: False)
     alone = plan(compose_config)
-    assert re.match(r"The fewest: \d+ GPUs?, .*\(bound\)\. ", alone.answer), "where there is nothing else"
-    assert any(note.startswith("Its steps are bounds") for note in alone.notes)
+    assert re.match(r"The fewest: \d+ GPUs?, .*\(not measured\)\. ", alone.answer), "where there is nothing else"
+    assert any(note.startswith("Nobody has measured what steps take") for note in alone.notes)
 
 
 @pytest.mark.parametrize(("slo", "most", "number"), [((4, 3), 64, "any number of"), ((30, 12), 2, "up to 2")])
@@ -225,13 +227,18 @@ def test_the_front_has_what_nothing_beats_in_gpus_and_in_latency() -> None:
     assert front([quick, *beaten, between, cheap], "ttft_p90_ms") == [cheap, between, quick]
 
 
-def test_the_figure_has_the_front_as_a_line_and_bounds_as_hollow_marks_below_it() -> None:
-    at = {"replicas=1": (1, 90), "replicas=2": (2, 95), "prefill=2 decode=1": (3, 40), "tensor=2 (bound)": (2, 5)}
+def test_the_figure_has_the_front_as_a_line_and_guesses_as_hollow_marks_below_it() -> None:
+    at = {
+        "replicas=1": (1, 90),
+        "replicas=2": (2, 95),
+        "prefill=2 decode=1": (3, 40),
+        "tensor=2 (not measured)": (2, 5),
+    }
     metrics = {"gpus": GPUS, "ttft_p90_ms": formulas.describe("ttft_p90_ms")}
     rows = [Row(VARIANT, point, 0, name, float(value), metrics[name].unit)
             for point, values in at.items() for name, value in zip(metrics, values, strict=True)]  # fmt: skip
     simulated = made_up.result(rows=rows, variants={VARIANT: VARIANT}, baseline=None, metrics=metrics, gates=())
-    shapes = {"prefill=2 decode=1": {"prefill_share": 0.5}, "tensor=2 (bound)": {"engine.parallel.tensor": 2}}
+    shapes = {"prefill=2 decode=1": {"prefill_share": 0.5}, "tensor=2 (not measured)": {"engine.parallel.tensor": 2}}
     info = dataclasses.replace(
         simulated.info, points={p: shapes.get(p, {}) for p in at}, answer="3 GPUs do.", claims=()
     )
@@ -241,7 +248,7 @@ def test_the_figure_has_the_front_as_a_line_and_bounds_as_hollow_marks_below_it(
     line, *marks = ax.lines
     assert line.get_xydata().tolist() == [[1, 90], [3, 40], [3, 40]]
     hollow = {mark.get_label() for mark in marks if mark.get_markerfacecolor() == "white"}
-    assert hollow == {"tensor 2, a bound"}
+    assert hollow == {"tensor 2, not measured"}
     assert {mark.get_label() for mark in marks} - hollow == {"replicas", "prefill share 0.5"}
     assert answer.sentence(simulated) == "3 GPUs do."
 

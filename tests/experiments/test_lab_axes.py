@@ -269,6 +269,22 @@ def test_named_points_are_chosen_by_their_names(compose_config):
     assert store.run_name(settled.changed) == "load=0_shared"
 
 
+def test_points_are_added_by_name(compose_config):
+    added = "+experiment.points.load.burst={workload.arrivals: poisson, workload.rate_per_s: 9}"
+    one = ["scaling", "scale=7b", added]
+    found = Ablation.from_config(settle(compose_config, *one).config)
+    assert [point.name for point in found.points][-2:] == ["long answers, 16/s", "burst"]
+    alone = Ablation.from_config(settle(compose_config, *one, "experiment.points.load=[burst]").config)
+    assert [point.name for point in alone.points] == ["burst"]
+    assert [point.name for point in alone._gate_at] == ["burst"], "in the place of 8 clients, which is not measured"
+
+
+def test_a_setting_that_needs_another_may_be_typed_where_points_have_that(compose_config):
+    rates = ["~experiment.points.load", "+experiment.points.workload.rate_per_s=[4,8]", "workload.arrivals=poisson"]
+    found = Ablation.from_config(settle(compose_config, "scaling", "scale=7b", *rates).config)
+    assert {cell.workload.rate_per_s for cell in found._cells.values()} == {4.0, 8.0}
+
+
 def test_a_claim_is_changed_from_the_command_line(compose_config):
     settled = settle(compose_config, "prefix_cache", "experiment.claims.0.ratio_at_most=0.5")
     assert Ablation.from_config(settled.config).claims[0].value == 0.5

@@ -98,7 +98,7 @@ def test_costs_are_not_those_of_other_kernels(tmp_path: Path, section: str) -> N
     (tmp_path / "a.yaml").write_text(text.replace("  settings: {}\n", ""))
     changed = replace(TINY, **{section: NOT_THE_SAME[section]})
     found = Simulator(GPU, 1, tmp_path).setup(changed).found
-    assert found.bound
+    assert not found.measured
     key, value = next(iter(NOT_THE_SAME[section].items()))
     default = costs.flat(EngineConfig().to_dict())[f"{section}.{key}"]
     assert f"the nearest is a.yaml, but for {section}.{key}={default}" in found.source
@@ -111,7 +111,7 @@ def test_costs_are_not_those_of_other_kernels(tmp_path: Path, section: str) -> N
 def test_settings_that_no_step_depends_on_leave_the_costs(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file())
     changed = replace(TINY, cache={"num_blocks": 99}, scheduler={"max_num_seqs": 8}, parallel={"replicas": 2})
-    assert not Simulator(GPU, 1, tmp_path).setup(changed).found.bound
+    assert Simulator(GPU, 1, tmp_path).setup(changed).found.measured
     known = [f"{key}." for key in costs.flat(EngineConfig().to_dict())]
     assert all(any(key.startswith(f"{name}.") for key in known) for name in costs._ELSEWHERE)
 
@@ -233,7 +233,7 @@ def test_a_bound_that_is_not_met_is_no_miss(compose_config, virtual_time, monkey
 
     def bound(self, engine):
         found = setup(self, engine)
-        return dataclasses.replace(found, found=dataclasses.replace(found.found, bound=True))
+        return dataclasses.replace(found, found=dataclasses.replace(found.found, measured=False))
 
     monkeypatch.setattr(Simulator, "setup", bound)
     config = compose_config(*("experiment=simulator", *DRY, *FEW, "measure.repeats=1", "measure.gates=false"))

@@ -21,7 +21,7 @@ from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.points import flat, keys, within
-from experiments.lab.spec import BOUND
+from experiments.lab.spec import BOUND, ESTIMATE
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import converter
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
@@ -146,11 +146,12 @@ def device_of(config: EngineConfig, simulated: bool) -> torch.device:
 class Found:
     costs: StepCosts
     source: str  # for the run's record
-    bound: bool = False  # no step can be as quick
+    measured: bool = True
 
 
 def find(folder: Path, target: Target) -> Found:
-    """The costs that were measured of this layout on this machine; else the roofline's, which no step can beat.
+    """The costs that were measured of this layout on this machine; else, of several ranks, an estimate from those of
+    one; else the roofline's, which no step can beat.
 
     Raises ConfigError where neither is known."""
     layout, others, alone = target.layout, [], None
@@ -172,8 +173,8 @@ def find(folder: Path, target: Target) -> Found:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
     if alone is not None and "to_peer" in target.ceilings.link_gb_s:
         estimate = Watched(over_ranks(alone[0], target))
-        return Found(estimate, f"estimated from those of one rank ({alone[1]}): {missing}", bound=True)
-    return Found(Roofline(target), f"{BOUND}: {missing}", bound=True)
+        return Found(estimate, f"{ESTIMATE} ({alone[1]}): {missing}", measured=False)
+    return Found(Roofline(target), f"{BOUND}: {missing}", measured=False)
 
 
 def differences(layout: Layout, other: Layout) -> dict[str, Any]:

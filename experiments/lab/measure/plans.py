@@ -15,7 +15,7 @@ from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.points import Point
-from experiments.lab.spec import OF_BOUND, PREFILL_SHARE, SHAPE
+from experiments.lab.spec import NOT_MEASURED, PREFILL_SHARE, SHAPE
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -31,7 +31,7 @@ Settings = Mapping[str, Any]
 class Plan(NamedTuple):
     """A layout with a number of replicas, and what came of the workload on it.
 
-    `point` is called by what differs from the engine's own settings, and by whether its steps are bounds.
+    `point` is called by what differs from the engine's own settings, and by whether its steps have been measured.
     """
 
     point: Point
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     values: Mapping[str, float]  # of OF_PASS, as far as there are enough requests
     needs: Mapping[str, float]  # the bounds, in milliseconds, that just so many requests would keep as are to
     used: float  # of the SLO by these: up to 1 it is kept
-    bound: bool
+    measured: bool  # what steps take in its layout
     alone: bool = False  # of requests that have an engine for themselves: as if there were any number
 
     @property
@@ -97,9 +97,9 @@ class Layouts:
             )
 
     def is_measured(self, settings: Settings) -> bool:
-        """Whether the steps of such engines are, and not a bound; no, where they do not fit."""
+        """Whether the steps of such engines are; no, where they do not fit."""
         try:
-            return not _is_bound(
+            return _is_measured(
                 self.simulator.setup(engine_of(self.config, settings, 2 if settings.get(PREFILL_SHARE) else 1))
             )
         except ConfigError:
@@ -140,15 +140,17 @@ class Layouts:
     def _planned(
         self, settings: Settings, replicas: int, served: Served, setup: Setup, slo: SLO, alone: bool = False
     ) -> Plan:
-        if not (setup.found.bound and self.sources):  # that of one bound says what is known beside it
+        if setup.found.measured or not self.sources:  # that of one that is not says what is known beside it
             self.sources[f"What steps take: {setup.found.source}."] = None
         served = self._in_window(served)
         gpus = sum(engine.ranks for engine in setup.config.parallel.of_engines)
         changed = {key: value for key, value in settings.items() if value != self.base[key]}
         changed.pop(PREFILL_SHARE, None)
-        bound = _is_bound(setup)
+        measured = _is_measured(setup)
         name = points.point({**changed, **counted(settings, replicas)}).name
-        point = Point(name + OF_BOUND * bound + " (each request alone)" * alone, {**settings, REPLICAS: replicas})
+        point = Point(
+            name + NOT_MEASURED * (not measured) + " (each request alone)" * alone, {**settings, REPLICAS: replicas}
+        )
         # The tightest bounds that the share of the requests keeps which comes nearest to the SLO.
         taken = sorted((slo.taken_by(request) for request in served.counted), key=slo.used_by)
         kept = taken[: math.ceil(self.share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7
@@ -156,7 +158,7 @@ class Layouts:
         found = formulas.measure(served, OF_PASS, Context(self.slo, None, "nothing is measured"))
         shown = {name: float(value) for name, value in found.items() if not isinstance(value, Missing)}
         values = {"gpus": float(gpus), **shown}
-        return Plan(point, settings, replicas, gpus, values, needs, slo.used_by(needs), bound, alone)
+        return Plan(point, settings, replicas, gpus, values, needs, slo.used_by(needs), measured, alone)
 
     def _in_window(self, served: Served) -> Served:
         return served.without_ramps() if self._workload.has_ramps else served
@@ -167,8 +169,8 @@ def engine_of(config: DictConfig, settings: Settings, replicas: int) -> EngineCo
     return schema.engine_config(schema.with_values(config, {**values, **counted(settings, replicas)}).engine)
 
 
-def _is_bound(setup: Setup) -> bool:
-    return setup.found.bound or setup.config.parallel.pipeline > 1  # of stages nobody measures a step
+def _is_measured(setup: Setup) -> bool:
+    return setup.found.measured and setup.config.parallel.pipeline == 1  # of stages nobody measures a step
 
 
 def counted(settings: Settings, engines: int) -> dict[str, int]:

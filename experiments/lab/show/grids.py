@@ -12,7 +12,7 @@ from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.prediction import Miss
 from experiments.lab.show import effects, wording
-from experiments.lab.spec import BOUND, PREDICTED, STEPS
+from experiments.lab.spec import BOUND, ESTIMATE, PREDICTED, STEPS
 from experiments.lab.store.result import Result, RunInfo
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling
@@ -64,10 +64,11 @@ def metric_title(metric: Metric) -> str:
 
 
 def predictions_of(info: RunInfo) -> dict[str, str]:
-    """Simulated variant -> the measured one of the same settings. That a bound is not met is no miss: it has none."""
+    """Simulated variant -> the measured one of the same settings. What nobody has measured misses nothing."""
     known = {name + PREDICTED: name for name in info.variants if name + PREDICTED in info.variants}
-    bounds = [v for v in known if any(str(about.get(STEPS)).startswith(BOUND) for about in info.peers.get(v, ()))]
-    return {variant: name for variant, name in known.items() if variant not in bounds}
+    guesses = BOUND, ESTIMATE
+    guessed = [v for v in known if any(str(about.get(STEPS)).startswith(guesses) for about in info.peers.get(v, ()))]
+    return {variant: name for variant, name in known.items() if variant not in guessed}
 
 
 class Sheet:

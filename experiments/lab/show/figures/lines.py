@@ -22,7 +22,7 @@ from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain, spread
-from experiments.lab.spec import OF_BOUND, SHAPE, PanelSpec
+from experiments.lab.spec import NOT_MEASURED, SHAPE, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
@@ -255,12 +255,12 @@ UNNAMED = (1, 0, "none", None)  # values of SHAPE that need not be named
 
 def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """Cost against latency: every layout that a planner simulated, and as a line those that no other beats in both. A
-    colour a shape of layout; hollow, and not on the line, where steps are bounds, which no engine keeps."""
+    colour a shape of layout; hollow, and not on the line, where nobody has measured what steps take."""
     info, key = result.info, str(panel.x)
     (variant,) = info.variants
     every = {p: [result.values(variant, p, metric) for metric in (key, panel.metric)] for p in info.points}
     found = {p: (next(iter(x.values())), next(iter(y.values()))) for p, (x, y) in every.items() if x and y}
-    best = stats.front([at for point, at in found.items() if OF_BOUND not in point], lambda at: at)
+    best = stats.front([at for point, at in found.items() if NOT_MEASURED not in point], lambda at: at)
     if best:
         places = [*(a for a, _ in best), max(a for a, _ in found.values())]
         ax.step(places, [*(b for _, b in best), best[-1][1]], where="post", color=INK, linewidth=1,
@@ -272,11 +272,11 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         shapes[point] = wording.point(named) or "replicas"
     order = list(dict.fromkeys(shapes.values()))
     for point, shape in shapes.items():
-        (x, y), index, bound = found[point], order.index(shape), OF_BOUND in point
-        colour = COLOURS[index % len(COLOURS)]
-        (mark,) = ax.plot([x], [y], MARKERS[index % len(MARKERS)], color=colour, markersize=5.5,
-                          label=shape + (", a bound" if bound else ""), markerfacecolor="white" if bound else colour,
-                          alpha=1 if bound or (x, y) in best else 0.45)  # fmt: skip
+        (x, y), index, guess = found[point], order.index(shape), NOT_MEASURED in point
+        colour, label = COLOURS[index % len(COLOURS)], shape + (", not measured" if guess else "")
+        (mark,) = ax.plot([x], [y], MARKERS[index % len(MARKERS)], color=colour, markersize=5.5, label=label,
+                          markerfacecolor="white" if guess else colour,
+                          alpha=1 if guess or (x, y) in best else 0.45)  # fmt: skip
         frame.says(mark, [f"{wording.point(point)}: {plain(x)}, {wording.number(y)}"])
     if found:
         frame.scale(ax.xaxis, log=True)
