@@ -117,6 +117,15 @@ def test_a_trace_without_steps_is_said_so(made):
                 "void vllm::moe::topkGatingSoftmax<4, 128, 4, 16, int>(float const*)",
             )
         ),
+        *(
+            (name, None, "ranks")
+            for name in (
+                "_sum_kernel",
+                "_gather_kernel",
+                "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(int*)",
+            )
+        ),
         ("_head_products_kernel", None, "latent"),
         ("_mla_decode_kernel", None, "attention"),
         ("_merge_parts_kernel", None, "attention"),

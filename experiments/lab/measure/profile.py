@@ -28,16 +28,18 @@ STEPS = 25  # that are profiled
 CALM = 8  # decode steps before them, and between two looks
 ROLES = (
     "linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "adapter", "router", "experts", "latent",
-    "other",
+    "ranks", "other",
 )  # fmt: skip
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
 # kernels some are named by how they work: those of gemv.py, and of the sampler all. A router's picks the best, as a
 # sampler's does, and ours has a norm in it.
+# "ranks" is what they send each other, with the norm behind it.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
 _ROLE_PATTERNS = {
     "rows": r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|"
     r"^_(gather|settle)$",
     "copy": r"memcpy|memset|direct_copy|CatArray",
+    "ranks": r"^_(sum|gather|add_copied)_kernel$|nccl|all_?reduce|cross_device_reduce",
     "adapter": r"^_(group|shrink|expand)_kernel$",
     "router": r"route_kernel$|topk_?(gating|softmax)|grouped_topk",
     "experts": r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|"
