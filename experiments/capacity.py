@@ -272,7 +272,7 @@ class Capacity(Experiment):
         winner is one shows beside them."""
         others: dict[str, Plan] = {}
         for key, plan in sorted(self._neighbours(best), key=lambda each: each[1].order):
-            told = plan.gpus != best.gpus or abs(plan.used / best.used - 1) > TIE
+            told = plan.gpus != best.gpus or abs(plan.used - best.used) > TIE * best.used
             if told and plan.keeps and plan.measured is best.measured:
                 others.setdefault(key, plan)
         return list(others.values())[:LOSERS]

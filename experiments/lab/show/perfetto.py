@@ -44,7 +44,7 @@ def events(result: Result) -> list[Event]:
     names: list[Event] = []
     timed: list[Event] = []
     for pid, (variant, point) in enumerate(dict.fromkeys((s.variant, s.point) for s in result.steps), start=1):
-        title = f"{result.info.variants[variant]} {point}".strip()
+        title = f"{result.info.variants.get(variant, variant)} {point}".strip()
         for kind, name in (("process_name", title), ("thread_name", "engine steps")):
             names.append({"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}})
         for step in result.steps_of(variant, point):
