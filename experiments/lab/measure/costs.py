@@ -32,7 +32,6 @@ from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, req
 
 FOLDER = CONF / "costs"
 SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
-SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
 _USUAL = flat(EngineConfig().to_dict())
 HEADER = """\
 # What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
@@ -155,13 +154,15 @@ def find(folder: Path, target: Target) -> Found:
 
     Raises ConfigError where neither is known."""
     layout, others, alone = target.layout, [], None
+    push_s = push_block_s(target)  # one engine alone has pushed nothing
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
-        measured = replace(known.costs, push_block_s=push_block_s(target))  # one engine alone has pushed nothing
         if known.machine == target.machine and known.layout == layout:
-            return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
+            return Found(
+                Watched(replace(known.costs, push_block_s=push_s)), f"fitted: {path.name}, of {known.measured}"
+            )
         if known.machine == target.machine and known.layout == replace(layout, tensor=1):
-            alone = measured, path.name
+            alone = replace(known.costs, push_block_s=push_s), path.name
         other = differences(layout, known.layout)
         other |= {"machine": known.machine} if known.machine != target.machine else {}
         others.append((path.name, [f"{key}={value}" for key, value in other.items()]))
