@@ -8,6 +8,7 @@ Those are marked `gpu`. Where there is a GPU, tests/conftest.py so marks what ta
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,14 +73,21 @@ def summary(log: Path, command: str) -> str:
         lines += ["", f"## {outcome.capitalize()}", ""] if rest else []
         for case, name in rest:
             why = next(child for child in case if child.tag in ("failure", "error", "skipped")).get("message") or ""
-            lines.append(f"- `{name}::{case.get('name')}`: {why.strip().partition(chr(10))[0]}")
+            why = _absent(case) or why.strip().partition("\n")[0]
+            lines.append(f"- `{name}::{case.get('name')}`: {why}")
     return "\n".join(lines) + "\n"
 
 
 def _outcome(case: ET.Element) -> str:
-    if case.find("failure") is not None or case.find("error") is not None:
-        return "failed"
-    return "skipped" if case.find("skipped") is not None else "passed"
+    if case.find("skipped") is not None or _absent(case):
+        return "skipped"
+    return "passed" if case.find("failure") is None and case.find("error") is None else "failed"
+
+
+def _absent(case: ET.Element) -> str:
+    """What a file needs that could not be read, where a package is not there; else empty."""
+    found = re.search("No module named '([^']+)'", case.findtext("error") or "")
+    return f"not read: no package {found[1].partition('.')[0]} here" if found else ""
 
 
 def _device() -> str:

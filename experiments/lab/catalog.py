@@ -138,8 +138,10 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
-    schema.experiment_class(settled.config).from_config(settled.config)  # to refuse what a run refuses
+    chosen = schema.experiment_class(settled.config).from_config(settled.config).spec  # refuses what a run refuses
     config, spec = settled.config, schema.plain(settled.config.experiment)
+    of_one_system = ("baseline", "variants", "metrics", "claims")
+    spec |= {name: getattr(chosen, name) for name in of_one_system if name in spec}
     axes, measure, model = settled.axes, config.measure, config.engine.model
     variants, grid = spec.get("variants") or {}, points.grid(spec.get("points") or {})
     scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))

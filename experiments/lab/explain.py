@@ -40,6 +40,8 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         return origin + describe(cause, groups)
     if isinstance(error, ValueError) and text.startswith("Config group override must be"):
         return "a group on the command line takes the name of one of its options; to take none, leave the group out"
+    if isinstance(error, ValueError) and text.startswith("invalid literal for int()"):
+        return f"{text.rpartition(': ')[2]} is typed under a list, which is given as a whole: KEY=[...]"
     if isinstance(error, HydraException):
         if text.startswith("Ambiguous value"):
             return f"{text.splitlines()[0]}: several values are a sweep, which takes -m: python run.py -m ..."

@@ -13,6 +13,8 @@ LOG = """<testsuites><testsuite>
 <testcase file="tests/a.py" classname="a" name="one" time="1.5"/>
 <testcase file="tests/a.py" classname="a" name="two" time="0.5"><failure message="wrong token&#10;more"/></testcase>
 <testcase file="tests/b.py" classname="b" name="three" time="0"><skipped message="no flash_attn"/></testcase>
+<testcase classname="c" name="c" time="0"><error message="collection failure">ImportError while importing
+E   ModuleNotFoundError: No module named 'openai.types'</error></testcase>
 </testsuite></testsuites>"""
 
 
@@ -22,7 +24,8 @@ def test_summary_counts_by_file_and_names_what_failed(tmp_path: Path, monkeypatc
     page = gpu_tests.summary(tmp_path / "log.xml", "python -m experiments.gpu_tests")
     assert "| `tests/a.py` | 1 | 1 | 0 | 2.0 |" in page
     assert "| `tests/b.py` | 0 | 0 | 1 | 0.0 |" in page
-    assert "| all | 1 | 1 | 1 | 2.0 |" in page
+    assert "| all | 1 | 1 | 2 | 2.0 |" in page
+    assert "- `c::c`: not read: no package openai here\n" in page
     assert "- `tests/a.py::two`: wrong token\n" in page
     assert "- `tests/b.py::three`: no flash_attn\n" in page
 

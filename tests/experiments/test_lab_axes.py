@@ -1,5 +1,6 @@
 """Axes and what is typed: every key counts, or is refused before anything runs."""
 
+import re
 import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
@@ -241,6 +242,14 @@ def test_bounds_that_were_for_a_gpu_are_not_a_cpus(compose_config, experiment, t
 def test_show_promises_no_machines_time_to_another(run_py, capsys):
     assert run_py("show", "prefix_cache", "scale=7b", "hardware=cpu") == 0
     assert "on h200" not in capsys.readouterr().out
+
+
+def test_show_has_the_variants_of_one_system_where_one_is_asked_for(run_py, capsys):
+    assert run_py("show", "latency", "scale=1_5b", "system=ours") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^variants +engine \(baseline engine\)$", shown, re.MULTILINE)
+    assert "\npeer " not in shown
+    assert re.search(r"^claims +0$", shown, re.MULTILINE)
 
 
 def test_narrowed_points_are_measured_alone_and_claims_about_others_go(compose_config):

@@ -127,6 +127,7 @@ MISTAKES = [
     ("experiment=null", "takes the name of one of its options"),
     ("tracker.kind=wnb", r"tracker.kind cannot be 'wnb'.* Known: none, wandb"),
     ("engine/prefix_cache=off", "Known: disabled, enabled"),
+    ("hardware.ceilings.read_gb_s=1", r"'read_gb_s' is typed under a list, which is given as a whole"),
     ("engine/drafting=none", r"'engine/drafting'; .* Known: .*engine/prefix_cache"),
 ]
 

@@ -166,6 +166,11 @@ def test_a_claim_on_an_absolute_figure_or_on_another_point():
     assert re.match(r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \(", text)
 
 
+def test_the_target_of_a_ratio_is_none_of_a_value():
+    gain = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "target")
+    assert "target" not in answer(without(result(claims=(gain,)), variant="base", reason="late")).partition(". ")[0]
+
+
 def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
     variants = {"base": "off", "base again": "off again", "new": "on"}
     rows = result(variants={"base": "off", "new": "on"}).rows

@@ -102,8 +102,9 @@ def figures(effect: Effect, info: RunInfo) -> str:
         return wording.NOTHING
     own = wording.middle(effect.own, effect.metric, info)
     if effect.base is None:
-        target = "" if effect.target is None else wording.value(effect.target, effect.metric, info, unit=False)
-        return f"{own}, target {target}" if target else own
+        if effect.target is None or effect.reference is not None:  # that of a ratio is no target of a value
+            return own
+        return f"{own}, target {wording.value(effect.target, effect.metric, info, unit=False)}"
     base = wording.middle(effect.base, effect.metric, info, unit=False)
     return f"{base} -> {own}" if effect.beside in OFF else f"{own} against {base}"
 
