@@ -128,6 +128,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
 
     from experiments.lab import points, typed
     from experiments.lab.measure.kinds import Kind
+    from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
     from experiments.lab.variants import ABLATION
 
@@ -143,7 +144,8 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     of_one_system = ("baseline", "variants", "metrics", "claims")
     spec |= {name: getattr(chosen, name) for name in of_one_system if name in spec}
     axes, measure, model = settled.axes, config.measure, config.engine.model
-    variants, grid = spec.get("variants") or {}, points.grid(spec.get("points") or {})
+    grid = points.grid(spec.get("points") or {})
+    variants = {name: own for name, own in (spec.get("variants") or {}).items() if not name.endswith(PREDICTED)}
     scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))
     kinds = {name: Kind((c or {}).get("kind", "engine")) for name, c in variants.items() if not isinstance(c, str)}
     within = schema.build(PeerSettings, config.peers, "peers").processes_of
