@@ -30,7 +30,7 @@ from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Terms
-from experiments.lab.store.result import Sample
+from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
@@ -203,7 +203,7 @@ class Ablation(Experiment):
     def hardware_key(self) -> str:
         if not self._simulated:
             return super().hardware_key
-        return f"simulated-{self._simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
+        return f"{SIMULATED}{self._simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
 
     @property
     def _predictions(self) -> dict[str, str]:

@@ -31,6 +31,7 @@ from experiments.lab.measure.simulated import Simulator
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
+from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device
@@ -92,7 +93,7 @@ class Capacity(Experiment):
 
     @property
     def hardware_key(self) -> str:
-        return f"simulated-{self._simulator.key(self._engine({}, 1))}"
+        return f"{SIMULATED}{self._simulator.key(self._engine({}, 1))}"
 
     def measure(self, steps: Steps) -> Findings:
         inputs = self._workload.make(Vocabulary(self._engine({}, 1).model), self.settings.seed)

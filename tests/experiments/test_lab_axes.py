@@ -580,6 +580,9 @@ def test_without_claims_the_answer_names_the_best_setting():
     assert answer(quiet).startswith("Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.50x [")
     same = demo(claims=(), variants={"base": "a", "new": "b"}, metrics={"itl_p99_ms": METRICS["itl_p99_ms"]})
     assert answer(same).startswith("No difference is shown in P99 ITL, concurrency 8: a ")
+    three = answer(demo(claims=(), variants={"base": "a", "new": "b", "most": "c"}, noise=0.001))
+    assert three.startswith("Best in tokens/s, concurrency 8: c, 1.5")
+    assert [part.split(" [")[0][:4] for part in three.partition("(")[2].split("; ")] == ["b 6,", "c 9,"]
     alone = demo(claims=(), variants={"base": "a"})
     assert answer(alone).startswith("Tokens/s, concurrency 8: a ")
 

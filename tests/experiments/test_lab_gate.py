@@ -86,10 +86,10 @@ def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
     assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, 13.0), (Bound.at_least, 20.0)]
 
 
-def resolved(**changes):
-    spec = ClaimSpec(**{"metric": "speed", "variant": "new", **changes})
+def resolved(*more, **changes):
+    specs = [ClaimSpec(**{"metric": "speed", "variant": "new", **each}) for each in (changes, *more)]
     every = [point({"size": size}) for size in (1, 8)]
-    return resolve_all([spec], variants=["base", "new"], baseline="base", metrics=["speed"], points=every)
+    return resolve_all(specs, variants=["base", "new"], baseline="base", metrics=["speed"], points=every)
 
 
 def test_a_claim_may_have_two_sides_and_be_made_everywhere():
@@ -106,6 +106,13 @@ def test_a_claim_may_have_two_sides_and_be_made_everywhere():
 def test_a_ratio_may_be_to_another_variant():
     (found,) = resolved(variant="base", to="new", at={"size": 1}, ratio_at_most=1.0)
     assert (found.reference_variant, found.reference_point) == ("new", "size=1")
+
+
+def test_a_quantity_beside_one_reference_has_one_claim():
+    at = {"at": {"size": 1}}
+    assert len(resolved({**at, "ratio_at_least": 2}, {**at, "ratio_at_most": 3}, **at, at_least=5)) == 3
+    with pytest.raises(ConfigError, match=r"claims\[1\] says again what a claim before it says of speed of new"):
+        resolved({**at, "at_least": 6}, **at, at_least=5)
 
 
 @pytest.mark.parametrize(

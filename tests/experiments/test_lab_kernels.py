@@ -416,15 +416,15 @@ def test_the_baseline_is_timed_twice_at_every_point(build, monkeypatch, tmp_path
     assert {gate.variant for gate in found.info.error_gates} == {"torch", "eager"}
     there_and_back = ["torch", *EAGER_TWICE, "eager", "torch"]
     assert [name for name, _ in itertools.groupby(clock.called)][-5:] == there_and_back  # at the last point
-    assert "| 1x [1, 1] |" in page
+    assert "| 1x |" in page
     assert "differs from itself" not in page
 
 
 def test_a_second_arm_that_is_slower_is_said_on_top(build, monkeypatch, tmp_path):
     _, page, _ = timed_twice(build, monkeypatch, tmp_path, second=11)
     head, strip = page.partition("| measured |")[::2]
-    assert "the baseline differs from itself: A/A ratio 1.10 [1.10, 1.10]" in head
-    assert "| 1.10x [1.10, 1.10] |" in strip
+    assert "the baseline differs from itself: A/A ratio 1.10**" in head
+    assert "| 1.10x |" in strip
 
 
 def test_on_a_gpu_the_baseline_is_timed_twice_without_being_asked(build):

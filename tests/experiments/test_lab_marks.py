@@ -1,14 +1,18 @@
-"""What marks a whole run: a baseline that differs from itself, and repeats that differ severalfold."""
+"""What marks a whole run: what is lacking, a baseline that differs from itself, repeats that differ severalfold."""
 
 import math
 import random
 from dataclasses import replace
 
+import pytest
 from made_up import METRICS, result
 
 from experiments.lab.judge import marks
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.traces import RequestRow
+from experiments.lab.show.answer import badges
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row
 
 VARIANTS = {"base": "whole prompts", "new": "chunked", "base again": "whole prompts again"}
@@ -63,3 +67,56 @@ def test_repeats_that_differ_severalfold_mark_the_run():
     assert told.startswith("repeats differ severalfold (chunked at concurrency ")
     assert told.endswith("in one process)")
     assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == []  # a process may have other prompts
+
+
+def on_gpu(count=3, arrivals="closed", requests=(), **changes):
+    """A run of a GPU that has all, but for what is changed."""
+    info = run().info
+    config = {"measure": {"processes": count}, "workload": {"arrivals": arrivals}}
+    device = replace(info.provenance, device={**info.provenance.device, "gpu": "NVIDIA H200"})
+    ran = tuple(ProcessInfo(n, n, "2026-01-01T00:00:00+00:00", 60.0) for n in range(count))
+    told = {"hardware": "h200", "config": config, "provenance": device, "processes": ran, **changes}
+    return replace(run(), info=replace(info, **told), requests=tuple(requests))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"count": 1, "changed": {"measure.processes": "1"}}, ["**1 process**"]),
+        ({"count": 1}, []),  # the experiment itself asks for one
+        ({"processes": ()}, ["**1 process**"]),  # of an old result
+        ({"processes": (), "hardware": "simulated-h200"}, []),
+        ({"aa": None}, ["**no A/A arm**"]),
+        ({"aa": None, "hardware": "simulated-h200"}, []),
+        ({"aa": None, "baseline": None}, []),  # as ceilings
+        ({"aa": None, "provenance": run().info.provenance}, []),  # of a CPU
+    ],
+)
+def test_a_run_says_what_a_result_is_made_of_and_it_lacks(changes, says):
+    assert badges(on_gpu(**changes)) == says
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "spans", "count", "says"),
+    [
+        ("poisson", (12.3, 38), 60, ["open-loop passes of 12.3 to 38 s (60 are asked for on a GPU)"]),
+        ("trace", (12.3, 70), 60, ["open-loop passes of 12.3 s (60 are asked for on a GPU)"]),
+        ("gamma", (61, 70), 60, []),
+        ("closed", (12.3, 38), 60, []),
+    ],
+)
+def test_open_loops_that_are_too_short_mark_the_run(arrivals, spans, count, says):
+    def row(variant, arrival):
+        return RequestRow(variant, "concurrency=8", "r", "", arrival, 0.0, 0.0, 0.0, 8, 8, 0, 0)
+
+    passes = dict(zip(("base", "new"), spans, strict=True))
+    asked = [row(variant, span * n / (count - 1)) for variant, span in passes.items() for n in range(count)]
+    assert marks.of(on_gpu(arrivals=arrivals, requests=asked)) == says
+    few = marks.short_passes(on_gpu(arrivals=arrivals, requests=[r for r in asked if r.arrival_s in (0, *spans)]))
+    assert few == "".join(says).replace("GPU)", "GPU; of fewer than 50 requests no ramps are left out)")
+
+
+def test_an_old_result_says_how_long_its_open_loops_were_by_its_workload():
+    old = on_gpu(arrivals="poisson", workload={"last_arrival_s": [None, 3.38]})
+    assert marks.short_passes(old) == "open-loop passes of 3.38 s (60 are asked for on a GPU)"

@@ -78,6 +78,16 @@ def test_the_answer_claims_no_more_than_the_rows(changes, says):
     assert says in answer(result(**changes))
 
 
+def test_a_simulated_process_has_values_and_no_intervals():
+    given = result(hardware="simulated-h200", claims=())
+    says = "Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.52x"
+    assert answer(given).startswith(f"{says} of whole prompts (whole prompts 4,291; chunked prefill, ")
+    (grid, *_) = Sheet(given).grids(["output_tokens_per_s"])
+    assert "[" not in "".join(map("".join, grid.rows))
+    ran = [replace(row, process=row.repeat) for row in given.rows]
+    assert f"{says} [" in answer(replace(given, rows=ran)), "several processes have seeds of their own"
+
+
 def test_a_worse_result_is_called_worse():
     given = result()
     metrics = {**METRICS, "output_tokens_per_s": Metric("time", "s", Better.lower)}
@@ -177,10 +187,10 @@ def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
     again = [replace(row, variant="base again") for row in rows if row.variant == "base"]
     given = result(variants=variants, rows=[*rows, *again], aa="base again")
     assert flags(given) == []
-    assert "| 1x [1, 1] |" in screen(given, lambda info: 3, lambda picture: picture.name)
+    assert "| 1x |" in screen(given, lambda info: 3, lambda picture: picture.name)
     slow = [replace(row, value=1.2 * row.value) for row in again]
     (flag,) = flags(replace(given, rows=(*rows, *slow)))
-    assert flag.startswith("the baseline differs from itself: A/A ratio 1.20 [1.20, ")
+    assert flag.startswith("the baseline differs from itself: A/A ratio 1.20")
     assert all("again" not in effect.cell[0] for effect in effects.shown(given, 5))
 
 
@@ -265,7 +275,7 @@ def test_predictions_stand_beside_what_was_measured_of_the_same_variant():
     assert [row[2][:5] for row in grid.rows] == ["1", "1", "0.500", "0.388"], "to the baseline's prediction"
     (gains,) = grids.gains_predicted(given)
     assert [(*row[:3], row[3][:5], row[4][:5]) for row in gains.rows if row[0] == "median TTFT"] == [
-        ("median TTFT", "concurrency=1", "on", "2x [2", "2.58x")
+        ("median TTFT", "concurrency=1", "on", "2x", "2.58x")
     ]
     assert grids.errors_of_predictions(given) == [], "no claim is about a prediction"
     bound = {"new predicted": ({STEPS: f"{BOUND}: nobody has measured"},)}
@@ -515,7 +525,9 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     large = {"scale": "7b", "default_scale": "7b"}
     mixed = result(hardware="h200", claims=(given.info.claims[0], refuted), **large, **PLAIN)
     several = [result(hardware="h200x2", **PLAIN), result(hardware="h200", scale="small", via="http", **PLAIN)]
-    for each in (given, mixed, *several, result(run="a=1", **PLAIN), result("other", claims=(), **PLAIN)):
+    named = [result(run="a=1", hardware=where, **PLAIN) for where in ("cpu", "simulated-h200")]
+    alone = [result("sole", hardware="h200x2", run=run, **PLAIN) for run in ("long", "short")]  # no default run beside
+    for each in (given, mixed, *several, *named, *alone, result("other", claims=(), **PLAIN)):
         store.write(tmp_path / "results", each)
     report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0)
     lines = (tmp_path / "reports/README.md").read_text().splitlines()
@@ -529,7 +541,9 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     assert lines[header + 3].startswith(
         "| other | [Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.52x ["
     )
-    assert lines[-1] == f"| demo | cpu | `a=1` | {one} |"
+    sole = one.replace("demo", "sole")
+    assert lines[header + 4] == f"| sole |  |  |  |  | With `long`: {sole}<br><br>With `short`: {sole} |"
+    assert lines[-2:] == [f"| demo | {where} | `a=1` | {one} |" for where in ("cpu", "simulated-h200")]
 
 
 def test_the_index_warns_of_failed_gates(tmp_path):

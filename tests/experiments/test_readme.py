@@ -62,8 +62,8 @@ def test_the_table_says_which_runs_were_cut_off() -> None:
         readme_with(f"{BEGIN}\n{END}", [replace(found, info=replace(found.info, status=status))]).splitlines()[-2]
         for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")
     ]
-    assert "incomplete" not in lines[0]
-    assert lines[1] == lines[0].replace(".md) | ", ".md) | **incomplete**: ")
+    assert "INCOMPLETE" not in lines[0]
+    assert lines[1] == lines[0].replace(".md) | ", ".md) | **INCOMPLETE**: ")
 
 
 def test_a_readme_without_a_place_for_the_table_is_left_alone() -> None:

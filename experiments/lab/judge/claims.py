@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate, Gate
@@ -57,6 +58,12 @@ class Claim:
     aim: float | None = None  # a stricter value, against which nothing is judged
 
     @property
+    def quantity(self) -> tuple[Any, ...]:
+        """With its reference: there is one claim on both, or one from either side."""
+        reference = self.reference_variant, self.reference_point
+        return self.metric, self.variant, self.point, *reference, self.bound.is_floor
+
+    @property
     def sides(self) -> tuple[Claim, ...]:
         """Its bounds, one by one, the aim among them."""
         one = replace(self, aim=None, upper=None)
@@ -82,7 +89,7 @@ def resolve_all(
     points: Sequence[Point],
 ) -> list[Claim]:
     """`experiment.claims`, each checked against what will be measured."""
-    found = []
+    found: list[Claim] = []
     for index, spec in enumerate(specs):
         where = f"experiment.claims[{index}]"
         bound, value, upper = _bound(spec, where)
@@ -105,9 +112,13 @@ def resolve_all(
             if bound.is_ratio:
                 other = find_point(points, spec.against, f"{where}.against") if spec.against else point
                 reference = to, other.name
-            found.append(
-                Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
-            )
+            claim = Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
+            if any(claim.quantity == other.quantity for other in found):
+                raise ConfigError(
+                    f"{where} says again what a claim before it says of {spec.metric} of {spec.variant}, beside the "
+                    "same reference: leave one out, or make them one bound with a stricter `aim`"
+                )
+            found.append(claim)
     return found
 
 

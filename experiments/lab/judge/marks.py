@@ -1,4 +1,5 @@
-"""What to know of a whole run: whether it tells the baseline from itself, and whether repeats of a variant agree."""
+"""What to know of a whole run: whether it has what a result is made of, whether it tells the baseline from itself, and
+whether repeats of a variant agree."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from itertools import product
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Turn
+from experiments.lab.workloads.base import ONE_BY_ONE
 
+PROCESSES = 3  # that a result is made of
+STEADY_S = 60  # in which an open loop's requests arrive on a GPU
 SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
 OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s")  # units of what should repeat
 TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
@@ -60,12 +65,46 @@ def severalfold(result: Result) -> list[str]:
     return [text for _, text in sorted(worst.values(), reverse=True)]
 
 
+def few_processes(info: RunInfo) -> str:
+    """Not of an experiment that asks for fewer itself, and not of what is simulated."""
+    asked = info.config.get("measure", {}).get("processes", PROCESSES)
+    count = len(info.processes) or 1
+    by_nature = asked < PROCESSES and "measure.processes" not in info.changed
+    if by_nature or info.is_simulated or count >= PROCESSES:
+        return ""
+    return f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})"
+
+
+def short_passes(result: Result) -> str:
+    """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
+    info, passes = result.info, defaultdict[tuple[str, str, int, int], list[float]](list)
+    how = info.config.get("workload", {}).get("arrivals")
+    loops = {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
+    for r in result.requests if info.on_gpu else ():
+        if r.point in loops and r.valid is not False:
+            passes[r.variant, r.point, r.process, r.repeat].append(r.arrival_s)
+    spans = [max(times) - min(times) for times in passes.values()]
+    if info.on_gpu and loops and not result.requests:  # a result that is older than their table
+        last = info.workload.get("last_arrival_s")
+        spans = list(filter(None, last if isinstance(last, list) else [last]))
+    short = sorted(span for span in spans if span < STEADY_S)
+    if not short:
+        return ""
+    few = any(len(times) < STEADY for times in passes.values())
+    ramps = f"; of fewer than {STEADY} requests no ramps are left out" if few else ""
+    ends = dict.fromkeys(map(wording.number, (short[0], short[-1])))
+    return f"open-loop passes of {' to '.join(ends)} s ({STEADY_S} are asked for on a GPU{ramps})"
+
+
 def of(result: Result) -> list[str]:
-    """Everything that marks the run, in words; empty where nothing does."""
+    """Everything that marks the run, in words; empty where nothing does. What stands in brackets can be left out."""
     found, told = again(result), []
     if found is not None and found.told:
         told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found)}")
     apart = severalfold(result)
     more = len(apart) - 1
     others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""
-    return [*told, *([f"repeats differ severalfold ({apart[0]}{others})"] if apart else [])]
+    told += [f"repeats differ severalfold ({apart[0]}{others})"] if apart else []
+    if found is None and result.info.baseline is not None and result.info.on_gpu:
+        told.append("no A/A arm (nothing says how far the baseline differs from itself)")
+    return [*told, *filter(None, (few_processes(result.info), short_passes(result)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from experiments.lab.judge import marks, pairs, stats
+from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, grids, wording
@@ -124,6 +124,11 @@ def flags(result: Result) -> list[str]:
     return [*(flag for flag, sound in told.items() if not sound), *marks.of(result)]
 
 
+def badges(result: Result) -> list[str]:
+    """The same in as few words as a table has room for."""
+    return [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
+
+
 def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
     """Each in words, one subject after the other; who it is, against whom and where are said where they change."""
     subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
@@ -166,21 +171,22 @@ def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
 
 
 def _without_claims(result: Result) -> str:
-    """Of the first metric at the last point that has it: the best variant, if told from the next one, and what each
-    has. A knee outside of the searched range has no ratio, and is told by its interval."""
+    """Of the first metric at the last point that has it: the best variant, if told from the next one, and what both
+    have. A knee outside of the searched range has no ratio, and is told by its interval."""
     info = result.info
     for name, at in product(info.metrics, reversed(info.points)):
         found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
         if not found or effects.is_scheduled(name, at, info):
             continue
         what = wording.titled(wording.short(name, info), "" if name == FOUND else at)
-        each = "; ".join(f"{info.variants[v]} {wording.interval(own)}" for v, own in found.items())
         if len(found) == 1:
-            return f"{_capital(what)}: {each}."
+            ((only, own),) = found.items()
+            return f"{_capital(what)}: {info.variants[only]} {wording.interval(own)}."
         higher = info.metrics[name].better is Better.higher
         first, second, *_ = sorted(found, key=lambda v: found[v].median, reverse=higher)
         best, other = info.variants[first], info.variants[second]
-        ratio = stats.ratio(*(result.values(v, at, name) for v in (first, second)))
+        each = "; ".join(f"{info.variants[v]} {wording.interval(found[v])}" for v in found if v in (first, second))
+        ratio = result.ratio((first, at), (second, at), name)
         if ratio.told if ratio else found[first].apart_from(found[second]):
             times = f", {wording.interval(ratio, 'x')} of {other}" if ratio else ""
             return f"Best in {what}: {best}{times} ({each})."

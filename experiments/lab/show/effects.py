@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from experiments.lab.judge import stats
 from experiments.lab.judge.claims import AIM, Claim, Judgement
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
@@ -49,10 +48,10 @@ class Effect:
         """How many times better than the reference; without one, than the target."""
         found, own, unit = self.ratio, self.own, self.target
         if self.reference is None and own is not None and unit and own.median > 0:
-            found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n)
+            found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n, own.processes)
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
-        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n)
+        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n, found.processes)
 
     @property
     def ticks(self) -> tuple[float | None, float | None]:
@@ -117,7 +116,7 @@ def between(result: Result, metric: str, cell: Cell, reference: Cell | None, rea
     own = base = paired = None
     if not (info.fails(*cell) or (reference and info.fails(*reference))):
         own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
-        paired = stats.ratio(result.values(*cell, metric), result.values(*reference, metric)) if reference else None
+        paired = result.ratio(cell, reference, metric) if reference else None
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
     beside = info.variants[reference[0]] if reference else ""

@@ -181,10 +181,9 @@ class Sheet:
         baseline = str(self.info.baseline)
         if variant.endswith(PREDICTED) and baseline + PREDICTED in self.info.variants:
             baseline += PREDICTED
-        values = self.result.values(variant, point, metric)
         if variant == baseline:
-            return "1" if values else wording.NOTHING
-        found = stats.ratio(values, self.result.values(baseline, point, metric))
+            return "1" if self.result.values(variant, point, metric) else wording.NOTHING
+        found = self.result.ratio((variant, point), (baseline, point), metric)
         return wording.NOTHING if found is None else wording.interval(found, "x")
 
     def error(self, variant: str, point: str, _: str = "") -> str:

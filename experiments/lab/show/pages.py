@@ -15,13 +15,13 @@ from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, grids, wording
-from experiments.lab.show.answer import flags, invalid, sentence
+from experiments.lab.show.answer import badges, flags, invalid, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import INVALID
-from experiments.lab.store.result import COMPLETE, Result, RunInfo, page_name
+from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
 FIGURES = "figures"  # their folder beside the pages
@@ -175,30 +175,41 @@ COLUMNS = (CPU, SMALL, LARGE, SERVED, GPUS)
 BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- results: end -->"
 ABOUT = """\
 What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
-the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
-baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *Commits
-since* have touched the code that the page names, or its question, since it was measured; of what was *asked differently
-since* the claims are others by now. `python run.py stale` lists what is due."""
+the model whose shapes they have), *served* is over HTTP; *with* names a run of settings of its own. A figure is of
+the first claim of its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes
+these pages from them again. *Commits since* have touched the code that the page names, or its question, since it was
+measured; of what was *asked differently since* the claims are others by now. `python run.py stale` lists what is due.
+"""
 
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
     cells: dict[str, dict[str, list[str]]] = {}
     others = []
+    inside = in_matrix(results)
     for info, cell in ((result.info, _cell(result, since)) for result in results):
-        if info.run == "default":
-            cells.setdefault(info.experiment, {name: [] for name in COLUMNS})[column(info)].append(cell)
+        if info in inside:
+            named = "" if info.run == "default" else f"With {overrides(info)}: "
+            cells.setdefault(info.experiment, {name: [] for name in COLUMNS})[column(info)].append(named + cell)
         else:
             others.append((info.experiment, info.hardware, overrides(info), cell))
     lines = [(name, *map("<br><br>".join, row.values())) for name, row in cells.items()]
     parts = [
         MARK,
         "# Reports",
-        ABOUT,
+        ABOUT.strip(),
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def in_matrix(results: Sequence[Result]) -> list[RunInfo]:
+    """Default runs, and in cells that none of them fills those with a name that were measured."""
+    every = [result.info for result in results]
+    filled = {(info.experiment, column(info)) for info in every if info.run == "default"}
+    return [info for info in every if info.run == "default"
+            or not (info.is_simulated or (info.experiment, column(info)) in filled)]  # fmt: skip
 
 
 def readme_with(text: str, results: Sequence[Result]) -> str:
@@ -224,13 +235,16 @@ def _is_served(info: RunInfo) -> bool:
 def _readme_table(results: Sequence[Result]) -> str:
     """What was measured on a GPU, each mechanism once: in the largest setting that it was measured in."""
     order = (LARGE, GPUS, SERVED, SMALL)
-    own = [r for r in results if r.info.run == "default" and column(r.info) in order]
+    inside = in_matrix(results)
+    own = [r for r in results if r.info in inside and column(r.info) in order]
     best = {r.info.experiment: r for r in own}
     best |= {r.info.experiment: r for r in sorted(own, key=lambda r: order.index(column(r.info)))[::-1]}
     lines = []
     for result in best.values():
-        mark = "" if result.info.status == COMPLETE else "**incomplete**: "
-        lines.append((f"[{result.info.title}](reports/{page_name(result.info)}.md)", mark + sentence(result)))
+        info, mark = result.info, ", ".join(badges(result))
+        named = "" if info.run == "default" else f", with {overrides(info)}"
+        told = f"{mark}: {sentence(result)}" if mark else sentence(result)
+        lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told))
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
 
 
@@ -243,7 +257,7 @@ def _cell(result: Result, since: Since) -> str:
     told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
     told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
     told += [moved(info, since)] if since(info) or asked_differently(info) else []
-    parts += [", ".join(told), *(f"**{flag.partition(' (')[0]}**" for flag in flags(result))]
+    parts += [", ".join(told), *badges(result)]
     return "<br>".join(filter(None, parts))
 
 

@@ -39,6 +39,7 @@ FORMAT = 2
 EVERY_RUN = "*/*/*/*.json"  # below the folder of results
 COMPLETE = "complete"
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
+SIMULATED = "simulated-"  # begins the hardware of a run that ran on none
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
 TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Result's field, and the type of its rows
@@ -123,6 +124,14 @@ class RunInfo:
         return [(variant, point) for point in self.points for variant in self.variants]
 
     @property
+    def is_simulated(self) -> bool:
+        return self.hardware.startswith(SIMULATED)
+
+    @property
+    def on_gpu(self) -> bool:
+        return "gpu" in self.provenance.device and not self.is_simulated
+
+    @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
         return (*self.gates, *self.error_gates)
 
@@ -158,7 +167,16 @@ class Result:
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
-        return stats.absolute(values, about is not None and about.share) if values else None
+        return self._of_seeds(stats.absolute(values, about is not None and about.share)) if values else None
+
+    def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> Estimate | None:
+        """Of two (variant, point), as stats.ratio."""
+        return self._of_seeds(stats.ratio(self.values(*cell, metric), self.values(*reference, metric)))
+
+    def _of_seeds(self, found: Estimate | None) -> Estimate | None:
+        """What a simulator's repeats on one seed differ by says nothing of another seed."""
+        one = found is not None and self.info.is_simulated and found.processes == 1
+        return replace(found, low=found.median, high=found.median) if found and one else found
 
     @property
     def repeats(self) -> int:

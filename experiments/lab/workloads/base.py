@@ -163,6 +163,9 @@ class Arrivals(str, Enum):
     trace = "trace"  # as recorded in the trace
 
 
+ONE_BY_ONE = (Arrivals.poisson, Arrivals.gamma, Arrivals.trace)
+
+
 @dataclass(frozen=True)
 class Arriving(Workload):
     """A workload with a choice of arrivals. Closed loop: `concurrency` requests are in flight at once (all of them,
@@ -210,7 +213,7 @@ class Arriving(Workload):
 
     @property
     def has_ramps(self) -> bool:
-        return self.arrivals in (Arrivals.poisson, Arrivals.gamma, Arrivals.trace)
+        return self.arrivals in ONE_BY_ONE
 
     @property
     def num_warmup(self) -> int:
