@@ -288,6 +288,9 @@ def test_what_the_simulator_does_not_know_is_not_predicted_and_told(compose_conf
         "Nothing is predicted of padded, grouped, packed, grouped, a hot expert of each rank twice: parallel.expert=2: "
         "ranks that share experts are not simulated. Set parallel.expert=1."
     ]
+    drafts = Ablation.from_config(compose_config("experiment=spec_decode", "measure.predict=true"))
+    assert drafts._predictions == {"off predicted": "off"}
+    assert all(": speculation.method=" in note and "a simulated engine has no text" in note for note in drafts._notes)
 
 
 def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
