@@ -250,6 +250,7 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
         ("simulator_trace workload.path=nowhere.csv", "workload.path=nowhere.csv cannot be read"),
         ("simulator_trace workload.path={trace}", "line 6: it is 6.000 s earlier than the line before it"),
         ("prefix_cache system=simulated engine.parallel.expert=2", "ranks that share experts are not simulated"),
+        ("calibrate engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("capacity engine.parallel.expert=2", "error: parallel.expert=2: ranks that share experts are not simulated"),
         ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
     ],
