@@ -29,13 +29,17 @@ from experiments.lab.measure.subjects import require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
+from experiments.lab.spec import PREDICTED
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.loader import resolve_device
+from mini_infer.modeling.loader import load_spec, resolve_device
+from mini_infer.modeling.model_files import local_folder
+from mini_infer.modeling.sharding import require_ranks
+from mini_infer.simulation.costs import require_simulated
 
 KEPT = (
     "each has one engine for all its passes, which live side by side; before each pass an engine forgets all it has "
@@ -59,6 +63,7 @@ class Ablation(Experiment):
         self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
+        self._notes = list[str]()
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.spec, self.baseline = spec, spec.baseline
         labels = self.with_baseline_again(
@@ -70,12 +75,18 @@ class Ablation(Experiment):
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
         self._gate_at = self._named("gate_at") or self._grid
         made = list(self._made(config, labels))
+        _require_ranks(made)
+        not_simulated = _not_simulated(made)
+        for why in dict.fromkeys(not_simulated.values()):
+            names = [labels.pop(name).removesuffix(", predicted") for name, of in not_simulated.items() if of == why]
+            self._notes.append(f"Nothing is predicted of {', '.join(names)}: {why}.")
+        made = [cell for cell in made if cell.variant in labels]
         # Where the baseline itself drafts on random tokens, that was asked for: its passes say that they do not count.
         sound = {cell.variant for cell in made if not cells.drafts_on_made_up_prompts(cell)}
         of_nothing = [name for name in labels if name not in sound] if spec.baseline in sound else []
         left_out = ", ".join([labels.pop(name) for name in of_nothing])
-        self._notes = [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
-        self.spec = spec = spec.without(of_nothing)
+        self._notes += [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
+        self.spec = spec = spec.without({*of_nothing, *not_simulated})
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
@@ -293,6 +304,32 @@ def _one_engine(engine: EngineConfig) -> EngineConfig:
     """What engines behind one server compute together, and nothing of how requests and KV get to them."""
     between = {name: getattr(ParallelConfig, name) for name in ("routing", "hand_over", "connector")}
     return replace(engine, parallel=replace(engine.parallel.of_one, **between))
+
+
+def _not_simulated(made: Sequence[Cell]) -> dict[str, str]:
+    """Predictions of engines that the simulator does not know, and why. Raises ConfigError where one was asked for by
+    itself."""
+    found = dict[str, str]()
+    for cell in made:
+        try:
+            if cell.kind is Kind.simulated:
+                require_simulated(cell.engine)
+        except ConfigError as why:
+            if not cell.variant.endswith(PREDICTED):
+                raise
+            found[cell.variant] = str(why)
+    return found
+
+
+def _require_ranks(made: Sequence[Cell]) -> None:
+    """Raises ConfigError where the ranks of an engine cannot share its model, as far as it is known without the hub."""
+    checked = list[EngineConfig]()
+    for engine in (cell.engine for cell in made if cell.kind.can.ours and cell.engine.parallel.has_ranks):
+        model = engine.model
+        here = model.hf_config is not None or local_folder(model.path) is not None
+        if here and model.load_format is not LoadFormat.dry and engine not in checked:
+            checked.append(engine)
+            require_ranks(load_spec(model), engine.parallel)
 
 
 def _label(label: str, synthetic: bool) -> str:

@@ -37,7 +37,7 @@ from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
-from mini_infer.simulation.costs import Work
+from mini_infer.simulation.costs import Work, require_simulated
 
 VARIANT = "engine"
 PASSES = WARM_UP, FIT, CHECK = "warm-up", "fit", "check"  # each of all loads, with prompts of its own
@@ -91,6 +91,7 @@ class Calibrate(Experiment):
                 "one engine without stages and drafts is calibrated: set engine.parallel.replicas=1, "
                 "engine.parallel.pipeline=1 and engine/speculation=none"
             )
+        require_simulated(self.engine)  # else there is nothing that costs are for
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
         self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]

@@ -36,6 +36,7 @@ from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
+from mini_infer.simulation.costs import require_simulated
 
 VARIANT = "simulated"
 GPUS = Metric("GPUs", "", Better.lower)
@@ -88,6 +89,7 @@ class Capacity(Experiment):
         formulas.require_known(OF_PASS, self.spec.slo)
         self._typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
         self._engine = partial(engine_of, self._config)
+        require_simulated(self._engine({}, 1))
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by settings
         self._impossible: dict[tuple[Any, ...], str] = {}  # and why others cannot be had
 
@@ -153,7 +155,7 @@ class Capacity(Experiment):
                         best, improved = plan, True
             told = steps.note
         if best is None:
-            raise ConfigError(f"none of {len(self._impossible)} layouts fits. The engine's own settings: "
+            raise ConfigError(f"none of {len(self._impossible)} layouts is possible. The engine's own settings: "
                               f"{self._impossible[tuple(self._base.items())]}")  # fmt: skip
         return best
 

@@ -130,7 +130,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
-    from experiments.lab.variants import ABLATION
+    from experiments.lab.variants import ABLATION, require_files
 
     conf = root / "conf"
     if experiment not in (known := names(conf)):
@@ -139,6 +139,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
+    require_files(settled.config)
     chosen = schema.experiment_class(settled.config).from_config(settled.config).spec  # refuses what a run refuses
     config, spec = settled.config, schema.plain(settled.config.experiment)
     of_one_system = ("baseline", "variants", "metrics", "claims")

@@ -53,6 +53,13 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     return kind
 
 
+def require_files(config: DictConfig) -> None:
+    """Raises ConfigError where a file that requests of some point are made of is missing, or is not sound."""
+    asked, spec = schema.of_points(config), schema.plain(config.experiment)
+    for point in points.grid(spec.get("points") or {}):
+        schema.workload(schema.with_values(asked, point.values)).require_files()
+
+
 def require_possible(config: DictConfig) -> None:
     """Raises ConfigError or ModelError where what the experiment is to measure cannot start here."""
     if config.axes.via == axes.URL and config.peers.http.url is None:
@@ -61,7 +68,7 @@ def require_possible(config: DictConfig) -> None:
         if config.hardware.device is None:  # else who measures nothing on it may go on
             preflight.require_device(schema.engine_config(config.engine))
         return
-    schema.workload(config).require_files()
+    require_files(config)
     system = Kind(config.measure.system or Kind.engine)
     if system.can.needs_gpu and not preflight.sees_gpu():
         raise ConfigError(f"system={system.value}: {system.label} is measured on a GPU, and none is visible here")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from mini_infer.core.config import ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
@@ -45,6 +46,13 @@ def of_each_rank(spec: ModelSpec, size: int, whole_experts: bool = False) -> Mod
             f"work: {', '.join(map(str, works))}"
         )
     return dataclasses.replace(spec, layers=tuple(_layer(layer, size, whole_experts) for layer in spec.layers))
+
+
+def require_ranks(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Raises ConfigError where ranks of one of the engines cannot share its layers, naming what works."""
+    for engine in parallel.of_engines:
+        own = of_each_rank(spec, engine.tensor, whole_experts=engine.expert > 1)
+        require_shared_experts(own, engine.expert, engine.redundant_experts)
 
 
 def require_shared_experts(spec: ModelSpec, size: int, redundant: int = 0) -> None:

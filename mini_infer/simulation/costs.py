@@ -27,7 +27,15 @@ from mini_infer.speculative.policy.costs import interpolate
 
 
 def require_simulated(config: EngineConfig) -> None:
-    """Raises ConfigError where ranks share experts, or prefixes go to files: nobody knows what these take."""
+    """Raises ConfigError where ranks share experts, or prefixes go to files: nobody knows what these take; and where it
+    depends on a text, or on another model, what is drafted and accepted."""
+    drafts = config.speculation
+    if drafts.most and (drafts.rate is None or drafts.has_draft_model or drafts.adaptive):
+        raise ConfigError(
+            f"speculation.method={drafts.method.value}: a simulated engine has no text, no draft model and nothing "
+            "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
+            "speculation.adaptive=false; or speculation.method=none"
+        )
     if config.parallel.expert > 1:
         raise ConfigError(f"{config.parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")
     if (path := config.cache.disk_prefix_path) is not None:

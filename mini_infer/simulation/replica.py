@@ -13,7 +13,7 @@ from typing import Any
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig, HandOver
-from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.errors import RequestError
 from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepRecord, StepResult
 from mini_infer.core.request import Export, Request
@@ -82,12 +82,6 @@ class Replica:
         skips: bool = True,
     ) -> None:
         parallel, drafts = config.parallel, config.speculation
-        if drafts.most and (drafts.rate is None or drafts.has_draft_model or drafts.adaptive):
-            raise ConfigError(
-                f"speculation.method={drafts.method.value}: a simulated engine has no text, no draft model and nothing "
-                "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
-                "speculation.adaptive=false; or speculation.method=none"
-            )
         require_simulated(config)
         self.clock, stages = VirtualClock(), parallel.pipeline
         self.limits = limits

@@ -372,7 +372,7 @@ def test_where_no_layout_fits_the_nearest_that_would_is_named(compose_config) ->
     overrides = ["experiment=capacity", "scale=7b", "hardware=h200", "hardware.memory_gib=6", "workload.count=12"]
     config = compose_config(*overrides)
     config.experiment.settings = {"engine.parallel.tensor": [1, 2]}
-    why = r"none of 2 layouts fits\. The engine's own settings: .* no room for KV in 5\.4 GiB\. .*tensor=4 it fits"
+    why = r"none of 2 layouts is possible\. The engine's own .* no room for KV in 5\.4 GiB\. .*tensor=4 it fits"
     with pytest.raises(ConfigError, match=why):
         measured(config, Capacity)
 

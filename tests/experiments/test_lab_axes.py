@@ -244,6 +244,26 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
     assert "on h200" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("typed_in", "why"),
+    [
+        ("simulator_trace workload.path=nowhere.csv", "workload.path=nowhere.csv cannot be read"),
+        ("simulator_trace workload.path={trace}", "line 6: it is 6.000 s earlier than the line before it"),
+        ("prefix_cache system=simulated engine.parallel.expert=2", "ranks that share experts are not simulated"),
+        ("calibrate engine.parallel.expert=2", "ranks that share experts are not simulated"),
+        ("capacity engine.parallel.expert=2", "error: parallel.expert=2: ranks that share experts are not simulated"),
+        ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
+    ],
+)
+def test_show_refuses_what_a_run_refuses(run_py, capsys, tmp_path, typed_in, why):
+    trace, seconds = tmp_path / "azure.csv", [0, 1, 2, 9, 3, *range(4, 60)]
+    lines = [f"2023-11-16 18:15:{second:02d}.0000000,100,5" for second in seconds]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    assert run_py("show", *typed_in.format(trace=trace).split()) == 2
+    shown = capsys.readouterr()
+    assert (why in shown.err, shown.out) == (True, "")
+
+
 def test_show_has_the_variants_of_one_system_where_one_is_asked_for(run_py, capsys):
     assert run_py("show", "latency", "scale=1_5b", "system=ours") == 0
     shown = capsys.readouterr().out
@@ -333,7 +353,8 @@ def test_a_model_brings_its_scale(compose_config, run_py, capsys, experiment, ty
 
 @pytest.mark.parametrize("experiment", ["capacity", "calibrate", "simulator", "simulator_trace"])
 def test_large_models_are_planned_calibrated_and_predicted_with_their_scales(compose_config, experiment):
-    for model, scale in {"qwen3_32b": "32b", "qwen3_30b_a3b": "30b_a3b"}.items():
+    scales = {"qwen3_32b": "32b", "qwen3_30b_a3b": "30b_a3b", "deepseek_v2_lite": "v2_lite"}
+    for model, scale in scales.items():
         found = settle(compose_config, experiment, f"model={model}", "hardware=h200")
         assert (found.axes.scale, found.config.engine.model.dtype) == (scale, "bfloat16")
 

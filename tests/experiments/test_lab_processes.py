@@ -3,6 +3,7 @@
 import gc
 import pickle
 from multiprocessing import Pipe, get_context
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -89,6 +90,18 @@ def test_a_config_reaches_another_process_whole(config):
     assert schema.plain(again) == schema.plain(made)
     assert schema.workload(again) == schema.workload(made)
     assert Ablation.from_config(again).points == Ablation.from_config(made).points
+
+
+@pytest.mark.parametrize(("error", "told"), [(ConfigError("a setting"), False), (ValueError("a bug"), True)])
+def test_what_a_setting_forbids_is_told_without_a_traceback(monkeypatch, capsys, error, told):
+    def forbidden(*arguments):
+        raise error
+
+    monkeypatch.setattr(processes, "_here", forbidden)
+    sent = []
+    processes._answer(SimpleNamespace(send=sent.append), None)
+    assert [(kind, str(what)) for kind, what in sent] == [("error", str(error))]
+    assert ("Traceback" in capsys.readouterr().err) == told
 
 
 # --- together ------------------------------------------------------------------------------------------------------

@@ -280,6 +280,19 @@ def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) ->
     assert [name for name in serving.variants if name.endswith("predicted")] == ["offline predicted"]
 
 
+def test_what_the_simulator_does_not_know_is_not_predicted_and_told(compose_config) -> None:
+    known = Ablation.from_config(compose_config("experiment=expert_parallel", "measure.predict=true"))
+    assert known._predictions == {"one predicted": "one"}
+    assert {"padded", "grouped", "packed", "copies"} < {*known.variants}
+    assert known._notes == [
+        "Nothing is predicted of padded, grouped, packed, grouped, a hot expert of each rank twice: parallel.expert=2: "
+        "ranks that share experts are not simulated. Set parallel.expert=1."
+    ]
+    drafts = Ablation.from_config(compose_config("experiment=spec_decode", "measure.predict=true"))
+    assert drafts._predictions == {"off predicted": "off"}
+    assert all(": speculation.method=" in note and "a simulated engine has no text" in note for note in drafts._notes)
+
+
 def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     lines = [f"2023-11-16 18:15:{i:02d}.0000000,{100 + i},{5 + i}" for i in range(30)]

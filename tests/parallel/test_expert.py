@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.config import Dispatch, ModelConfig
+from mini_infer.core.config import Dispatch, ModelConfig, ParallelConfig
 from mini_infer.core.plan import ExpertTraffic
 from mini_infer.kernels.interface import ExpertWeights, Routes
 from mini_infer.kernels.moe.reference import experts_reference
 from mini_infer.kernels.ops import InvariantKernels, Kernels, TorchKernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
-from mini_infer.modeling.sharding import require_shared_experts
+from mini_infer.modeling.sharding import require_ranks, require_shared_experts
 from mini_infer.parallel import peer_memory
 from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
 from mini_infer.parallel.context import ParallelContext
@@ -270,6 +270,11 @@ def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
         require_shared_experts(spec, 3)
     with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM has no experts .* Set parallel.expert=1"):
         require_shared_experts(load_spec(ModelConfig(path="tiny-target")), 2)
+    require_ranks(spec, ParallelConfig(expert=2, tensor=2, redundant_experts=4))
+    with pytest.raises(ConfigError, match=r"redundant_experts=6: 2 ranks .* Set it to 4 or less"):
+        require_ranks(spec, ParallelConfig(expert=2, redundant_experts=6))
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=3 does not divide"):
+        require_ranks(spec, ParallelConfig(prefill=1, decode=1, prefill_tensor=3))
 
 
 @pytest.mark.parametrize("dummy", [True, False])

@@ -31,7 +31,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import ConfigError, MiniInferError
 
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
@@ -189,11 +189,12 @@ def _answer(connection: Connection, config: DictConfig) -> None:
     """Measures, and sends the findings or what stopped it."""
     try:
         found = _here(config, _Relay(connection))
-        if found.error is not None:
+        if not isinstance(found.error, ConfigError | None):  # which says what is wrong by itself
             traceback.print_exception(found.error)
         answer: tuple[str, Any] = ("findings", replace(found, error=found.error and _portable(found.error)))
     except BaseException as error:
-        traceback.print_exception(error)
+        if not isinstance(error, ConfigError):
+            traceback.print_exception(error)
         answer = ("error", _portable(error))
     with suppress(BrokenPipeError):  # nobody is left to hear it
         connection.send(answer)

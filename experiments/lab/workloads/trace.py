@@ -50,7 +50,8 @@ class Trace(Arriving):
         return self.limit
 
     def require_files(self) -> None:
-        trace_file.require(self.path)
+        file = trace_file.read(self.path)
+        self._times(file, self._cut(file))
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         file = trace_file.read(self.path)
