@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,10 @@ from mini_infer.core.plan import Transfer
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
 _KEPT = 64  # transfers of which it is known what files failed to give, or take
-_READERS, _WRITERS = 16, 2  # threads: somebody waits for reading, and Python that writes takes turns with the step loop
+# Threads. Somebody waits for reading. Writing takes turns with the step loop, which needs cores, too; but what is not
+# written soon host memory may give up before.
+_READERS, _WRITERS = 16, max(2, min(8, (os.cpu_count() or 1) // 4))
+_PIECE = 8  # blocks that are read before they go on to the device
 
 
 class AtOnce:
@@ -84,7 +88,7 @@ class KVTransfer:
         self._device = stores[0].device
         on_gpu = self._device.type == "cuda"
         self._stream = stream or (SideStream(self._device) if on_gpu else AtOnce())
-        self._under_way: deque[tuple[int, Any]] = deque()  # with the event that ends each
+        self._under_way: deque[tuple[int | None, Any]] = deque()  # each with its event; None: a part, others follow
         all_blocks = [_words(tensor) for store in stores for tensor in store.tensors]
         block_bytes = sum(store.layout.bytes_per_block(store.block_size) for store in stores)
         try:
@@ -114,21 +118,27 @@ class KVTransfer:
             ThreadPoolExecutor(_READERS, "kv reader"),
             ThreadPoolExecutor(_WRITERS, "kv writer"),
         )
-        self._at_files: list[tuple[Transfer, list[Future[list[int]]]]] = []
+        self._at_files: list[tuple[Transfer, deque[_Piece]]] = []
         self._failed: dict[int, list[int]] = {}  # of the latest transfers that had any
 
     def start(self, transfer: Transfer) -> None:
-        """Queues the copies behind what the current stream was given so far, whose writes they see; where files are to
-        be read first, when they have been."""
+        """Queues the copies behind what the current stream was given so far, whose writes they see; of what files are
+        to give, piece by piece when it has been read."""
         self._failed.pop(transfer.transfer_id, None)  # another one's: a new scheduler counts from the start
         if not transfer.files:
             self._queue(transfer)
             return
-        threads, count = (self._writers, _WRITERS) if transfer.to_host else (self._readers, _READERS)
         files = transfer.files[::-1]  # what a chain begins with is used last: without it the others are found by nobody
-        shares = [files[first::count] for first in range(min(count, len(files)))]
+        if transfer.to_host:
+            threads, shares = self._writers, [files[first::_WRITERS] for first in range(min(_WRITERS, len(files)))]
+        else:
+            threads, shares = self._readers, [files[first : first + _PIECE] for first in range(0, len(files), _PIECE)]
+        targets = dict(transfer.pairs)
+        pairs = [[(block, targets.pop(block)) for block, _ in share if block in targets] for share in shares]
+        if targets:  # these are in host memory
+            self._queue(transfer._replace(pairs=list(targets.items())), last=False)
         jobs = [threads.submit(self._through_files, share, transfer.to_host) for share in shares]
-        self._at_files.append((transfer, jobs))
+        self._at_files.append((transfer, deque(map(_Piece, jobs, pairs))))
 
     def _through_files(self, files: Sequence[tuple[int, bytes]], to_host: bool) -> list[int]:
         """Writes host blocks, or reads them. Those with which it did not work. On a thread, which mostly waits."""
@@ -136,9 +146,9 @@ class KVTransfer:
         verb = self._files.write if to_host else self._files.read
         return [block for block, block_hash in files if not verb(block_hash, self._host_bytes(block))]
 
-    def _queue(self, transfer: Transfer) -> None:
+    def _queue(self, transfer: Transfer, last: bool = True) -> None:
         event = self._stream.run(lambda: self._copy(transfer))
-        self._under_way.append((transfer.transfer_id, event))
+        self._under_way.append((transfer.transfer_id if last else None, event))
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
         """Ids of transfers that have ended since the last call; where it is to wait, of all that were started. For
@@ -149,24 +159,32 @@ class KVTransfer:
         """
         ended = []
         writes_alone = not self._under_way and all(transfer.to_host for transfer, _ in self._at_files)
-        for transfer, jobs in self._at_files.copy():
+        for transfer, pieces in self._at_files.copy():
             waits = wait and (writes_alone or not transfer.to_host)
-            if not (waits or all(job.done() for job in jobs)):
-                continue
-            self._at_files.remove((transfer, jobs))
-            if failed := [block for job in jobs for block in job.result()]:
-                self._failed[transfer.transfer_id] = failed
-                while len(self._failed) > _KEPT:
-                    del self._failed[next(iter(self._failed))]
-            if transfer.to_host:
-                ended.append(transfer.transfer_id)
-            else:
-                self._queue(transfer)
+            while pieces and (waits or pieces[0].job.done()):
+                self._take(transfer, pieces)
+            if not pieces:
+                self._at_files.remove((transfer, pieces))
+                ended += [transfer.transfer_id] if transfer.to_host else []
         while self._under_way and (wait or self._under_way[0][1].query()):
             transfer_id, event = self._under_way.popleft()
             event.synchronize()
-            ended.append(transfer_id)
+            ended += [] if transfer_id is None else [transfer_id]
         return tuple(ended)
+
+    def _take(self, transfer: Transfer, pieces: deque[_Piece]) -> None:
+        """Waits for the next piece, and has it and those that are there behind it copied to the device together."""
+        pieces[0].job.result()
+        done = []
+        while pieces and pieces[0].job.done():
+            done.append(pieces.popleft())
+        failed = [block for piece in done for block in piece.job.result()]
+        if failed:
+            self._failed.setdefault(transfer.transfer_id, []).extend(failed)
+            while len(self._failed) > _KEPT:
+                del self._failed[next(iter(self._failed))]
+        if not transfer.to_host:
+            self._queue(transfer._replace(pairs=[pair for piece in done for pair in piece.pairs]), last=not pieces)
 
     def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
         """Of transfers that have ended lately: id -> host blocks that files did not give, or take."""
@@ -176,9 +194,9 @@ class KVTransfer:
         """How many of these host blocks, from the first on, files have given in a transfer that is under way or has
         ended lately. Waits for the files."""
         failed = set(self._failed.get(transfer_id, ()))
-        for transfer, jobs in self._at_files:
+        for transfer, pieces in self._at_files:
             if transfer.transfer_id == transfer_id:
-                failed.update(block for job in jobs for block in job.result())
+                failed.update(block for piece in pieces for block in piece.job.result())
         return next((place for place, block in enumerate(blocks) if block in failed), len(blocks))
 
     def _host_bytes(self, block: int) -> list[memoryview]:
@@ -198,6 +216,13 @@ class KVTransfer:
             host = hosts[number * self._num_staged :][: len(index)]
             for part in self._parts:
                 (part.to_host if transfer.to_host else part.to_device)(host, index)
+
+
+class _Piece(NamedTuple):
+    """A thread's part of a transfer with files."""
+
+    job: Future[list[int]]  # gives the blocks with which it did not work
+    pairs: list[tuple[int, int]]  # to copy when it is done
 
 
 class _Part(NamedTuple):

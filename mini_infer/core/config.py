@@ -117,6 +117,8 @@ class CacheConfig:
                 f"cache.host_prefix_gib={self.host_prefix_gib} is memory for what the prefix cache gives up, and "
                 "cache.prefix_caching=false. Set it to true, or leave cache.host_prefix_gib unset"
             )
+        if self.disk_prefix_path == "":
+            raise ConfigError("cache.disk_prefix_path is empty: name a folder, or leave it unset (null) for no files")
         if self.disk_prefix_path is not None and self.host_prefix_gib is None:
             raise ConfigError(
                 f"cache.disk_prefix_path={self.disk_prefix_path}: blocks go to files from host memory, and come back "

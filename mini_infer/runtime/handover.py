@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mini_infer.core.clock import machine
-from mini_infer.core.config import EngineConfig, HandOver
+from mini_infer.core.config import Connector, EngineConfig, HandOver
 from mini_infer.runtime.executor.base import Executor
+from mini_infer.transfer.nixl import LATE_S
 from mini_infer.transfer.protocol import Hello
-from mini_infer.transfer.receiver import Receiver
+from mini_infer.transfer.receiver import COPIES_END_S, Receiver
 from mini_infer.transfer.sender import Sender
 from mini_infer.transfer.stream import take_blocks
 
@@ -29,7 +30,8 @@ def make_receiver(config: EngineConfig, executor: Executor) -> Receiver:
     always = config.parallel.hand_over is HandOver.always
     take = partial(take_blocks, store, stream=stream)
     hello = Hello(_about(config, executor), memories, machine())
-    return Receiver(hello, take, always, writes_late=memories is not None)
+    late_s = LATE_S if config.parallel.connector is Connector.nixl else COPIES_END_S
+    return Receiver(hello, take, always, 0.0 if memories is None else late_s)
 
 
 def make_sender(engine: LLMEngine) -> Sender | None:

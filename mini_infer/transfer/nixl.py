@@ -30,7 +30,10 @@ from mini_infer.transfer.shares import Holding, Share
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 20e-6  # between two looks at a write
-_LOST_S = 10.0  # from which on a write is taken to have nobody at its other end
+_WRITE_S = 10.0  # in which what a step computes is there, or else the link is lost
+# After which nothing more comes by a link that has ended: at its other end, 15 s later at most (address.py), somebody
+# sees that between two steps, and what the last one of them computes takes _WRITE_S.
+LATE_S = 30.0
 
 
 class Reachable(NamedTuple):
@@ -99,10 +102,10 @@ class Agent:
                 with contextlib.suppress(Exception):  # it has gone by itself
                     self._agent.remove_remote_agent(name)
 
-    def write(self, name: Any, here: np.ndarray, there: np.ndarray) -> None:
+    def write(self, name: Any, here: np.ndarray, there: np.ndarray, until: float) -> None:
         """Memory `here` to `there`, (address, bytes, GPU) a row each. Returns when it is there; raises OSError where it
-        will not be."""
-        agent, until = self._agent, time.monotonic() + _LOST_S
+        is not at that time, or will not be. Then some of it may still come: NIXL may have handed it to a device."""
+        agent = self._agent
         try:
             own, theirs = (agent.get_xfer_descs(rows, self._kind) for rows in (here, there))
             handle = agent.initialize_xfer("WRITE", own, theirs, name)
@@ -125,6 +128,7 @@ class NixlLink:
         assert holding.agent is not None, "an engine with this connector has one"
         self.agent: Agent = holding.agent
         others = [Reachable.of(*memory) for memory in memories]
+        self.lost: OSError | None = None
         self._gpus = [other.gpu for other in others]
         self._names: dict[int, Any] = {}
 
@@ -139,7 +143,8 @@ class NixlLink:
             raise
 
     def close(self) -> None:
-        """Nothing will be written any more."""
+        """Nothing will be written any more, but for the write that is being made."""
+        self.lost = self.lost or OSError("the link has ended")
         for name in self._names.values():
             self.agent.part(name)
 
@@ -153,13 +158,12 @@ class NixlLink:
 
 
 class NixlTarget(Target):
-    """One transfer. Nothing is written behind a write that has failed: the other engine is told so, and gives blocks
-    away. And each would wait for somebody who is gone."""
+    """One transfer. Nothing is written behind a write of its link that has failed: the link ends, and some time later
+    the other engine gives blocks away. And each would wait for somebody who is gone."""
 
     def __init__(self, link: NixlLink) -> None:
         self._link = link
         self._writes: list[Future[float]] = []
-        self._lost: OSError | None = None
 
     def write_layer(self, layer: int, pairs: Pairs) -> int:
         parts = self._link.rows(layer, pairs.numbers)
@@ -167,18 +171,19 @@ class NixlTarget(Target):
         if pairs.here.is_cuda:
             computed = torch.cuda.Event()
             computed.record()
-        self._writes.append(self._link.agent.thread.submit(self._write, computed, parts))
+        until = time.monotonic() + _WRITE_S
+        self._writes.append(self._link.agent.thread.submit(self._write, computed, parts, until))
         return sum(int(own[:, 1].sum()) for _, own, _ in parts)
 
-    def _write(self, computed: Any, parts: Sequence[tuple[Any, np.ndarray, np.ndarray]]) -> float:
+    def _write(self, computed: Any, parts: Sequence[tuple[Any, np.ndarray, np.ndarray]], until: float) -> float:
         if computed is not None:
             computed.synchronize()
         started = time.perf_counter()
         try:
-            for part in parts if self._lost is None else ():
-                self._link.agent.write(*part)
+            for part in parts if self._link.lost is None else ():
+                self._link.agent.write(*part, until)
         except OSError as error:
-            self._lost = error
+            self._link.lost = error
         return time.perf_counter() - started
 
     def settle(self) -> None:
@@ -186,8 +191,8 @@ class NixlTarget(Target):
 
     def end(self) -> float:
         seconds = sum(write.result() for write in self._writes)
-        if self._lost is not None:
-            raise self._lost
+        if self._link.lost is not None:
+            raise self._link.lost
         return seconds
 
 

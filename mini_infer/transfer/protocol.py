@@ -9,9 +9,10 @@
 
     Cancel                         ------------------->   at any time; the End comes all the same
 
-Nothing is sent without a place, and a place is nobody else's until the End has come, or the link has ended. Whatever
-goes wrong is an End that says so: then the request is computed where it is, from its tokens. The engine that decodes
-samples every token, so seeds, penalties, grammars and log-probabilities are what they are in one engine.
+Nothing is sent without a place, and a place is nobody else's until the End has come, or the link has ended some time
+ago, in which others may still write. Whatever goes wrong is one of the two: then the request is computed where it is,
+from its tokens. The engine that decodes samples every token, so seeds, penalties, grammars and log-probabilities are
+what they are in one engine.
 """
 
 from __future__ import annotations
@@ -114,10 +115,15 @@ def decode(data: bytes | bytearray) -> Message:
 
 
 class Arrival(NamedTuple):
-    """What became of an Ask. None: its blocks hold nothing that was asked for."""
+    """What became of an Ask.
+
+    handover: None: its blocks hold nothing that was asked for.
+    free: nothing is written to them any more; else another Arrival says when that is so.
+    """
 
     transfer_id: int
     handover: Handover | None
+    free: bool = True
 
 
 class NoReceiver:

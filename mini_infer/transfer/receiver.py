@@ -34,7 +34,7 @@ from mini_infer.transfer.protocol import (
 logger = logging.getLogger(__name__)
 SLOW_S = 0.1  # to be told that nobody is at an address
 AWAY_S = 30.0  # for which such an address is not tried again: the engine's streams wait meanwhile
-COPIES_END_S = 1.0  # after the process whose GPU makes them has ended
+COPIES_END_S = 1.0  # after the process whose GPU makes them has ended: the connector `memory`
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Receiver(NoReceiver):
         hello: what is said first on every link.
         take_blocks: puts the bytes behind a Blocks message where they belong.
         always: computes nothing here that others can.
-        writes_late: others write to this engine's memory themselves: when that ends nobody knows whose link to them has
-            ended, since they may be several processes, or ask a GPU.
+        late_s: after a link has ended, others may write to this engine's memory for so long, if they do that
+            themselves: they may be several processes, ask a GPU, or not know yet.
 
     Attributes:
         num_received, num_failed, num_bytes: transfers that came, those that did not though nobody had cancelled them,
@@ -64,14 +64,14 @@ class Receiver(NoReceiver):
         hello: Hello,
         take_blocks: Callable[[Blocks, bytearray], None],
         always: bool = False,
-        writes_late: bool = False,
+        late_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.choice: Choice = Choice(always)
         self.bell = Bell()
         self.num_received = self.num_failed = self.num_bytes = 0
         self._hello, self._take_blocks, self._clock = hello, take_blocks, clock
-        self._wait_s = COPIES_END_S if writes_late else 0.0
+        self._late_s = late_s
         # Of the engine's thread and of those of links:
         self._changes = threading.Condition()
         self._links: dict[str, Link] = {}
@@ -169,23 +169,34 @@ class Receiver(NoReceiver):
             )
             with self._changes:
                 self._unlike.add(link)
-            self._end_all(link, 0.0)
+            for transfer_id in self._of(link):
+                self._end(transfer_id, None)
 
     def hear_end(self, link: Link) -> None:
         """Whatever it was to send will not come."""
-        with self._changes:
-            self._links = {at: other for at, other in self._links.items() if other is not link}
-            self._unlike.discard(link)
-            self._ahead.pop(link, None)
-        self._end_all(link, self._wait_s)
-
-    def _end_all(self, link: Link, wait_s: float) -> None:
-        with self._changes:
-            lost = [transfer_id for transfer_id, asked in self._asked.items() if asked.link is link]
-        if lost:
-            time.sleep(wait_s)
+        if lost := self._lose(link):
+            time.sleep(self._late_s)
         for transfer_id in lost:
             self._end(transfer_id, None)
+
+    def _lose(self, link: Link) -> list[int]:
+        """Nobody waits for what the link was to send. Nobody has the blocks of these transfers, either, until `_end` of
+        each; and not to reserve more and more, nobody else is asked there meanwhile."""
+        with self._changes:
+            lost = self._of(link)
+            gone = [at for at, other in self._links.items() if other is link]
+            for at in gone:
+                del self._links[at]
+                if lost:
+                    self._away[at] = self._clock() + self._late_s
+            self._unlike.discard(link)
+            self._ahead.pop(link, None)
+            self._arrived.extend(Arrival(transfer_id, None, free=False) for transfer_id in lost)
+        self.bell.ring()
+        return lost
+
+    def _of(self, link: Link) -> list[int]:
+        return [transfer_id for transfer_id, asked in self._asked.items() if asked.link is link]
 
     def _end(self, transfer_id: int, handover: Handover | None) -> None:
         with self._changes:

@@ -106,9 +106,10 @@ class Sender:
         num_bytes = self._pusher.close(asked.number)
         metrics = completion.metrics
         assert metrics is not None
-        if num_bytes == LOST:
-            end = End(asked.transfer_id, "its KV did not get here")
-        elif completion.finish_reason is FinishReason.length:
+        if num_bytes == LOST:  # something may still be on its way, as after a link has ended
+            asked.link.close()
+            return True
+        if completion.finish_reason is FinishReason.length:
             assert metrics.first_scheduled_time is not None
             times = metrics.first_scheduled_time, metrics.token_times[-1], self._pusher.seconds
             end = End(asked.transfer_id, "", *times, num_bytes)

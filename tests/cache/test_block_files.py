@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import signal
 import stat
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_infer.cache.block_files import BlockFiles, _file
+from mini_infer.cache.block_files import BlockFiles, _file, checksum
 from mini_infer.core.errors import ConfigError
 
 SIZE = 1000
@@ -85,6 +86,16 @@ def test_what_is_not_as_it_was_written_is_never_given_out(files: BlockFiles, har
     assert name(1) not in files
     assert files.write(name(1), content(1)), "it can be written again"
     assert read(files, 1) == [bytes(part) for part in content(1)]
+
+
+def test_the_checksum_sees_every_bit_and_where_each_page_is() -> None:
+    whole = bytearray(random.Random(0).randbytes(3 * 4096 + 5))
+    seen = {checksum([memoryview(whole)]), checksum([memoryview(whole[4096:8192] + whole[:4096] + whole[8192:])])}
+    for place in (0, 4095, 4096, 9999, len(whole) - 1):
+        whole[place] ^= 16
+        seen.add(checksum([memoryview(whole)]))
+        whole[place] ^= 16
+    assert len(seen) == 7
 
 
 def test_a_full_disk_is_left_alone_for_a_while(files: BlockFiles, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -190,7 +201,7 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path, way: str) -> N
 
 WRITER = """
 import sys
-from mini_infer.cache.block_files import BlockFiles, _file
+from mini_infer.cache.block_files import BlockFiles, _file, checksum
 sys.path.insert(0, {tests!r})
 from test_block_files import SIZE, content, name
 files = BlockFiles({folder!r}, "a model", SIZE, 30 * 1100)

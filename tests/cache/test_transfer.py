@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,39 @@ def test_who_waits_for_copies_does_not_wait_for_files_being_written(tmp_path: Pa
     may_write.set()
     assert transfer.poll(wait=True) == (0,)
     assert transfer.failed([0, 1]) == {1: [1]}
+
+
+def test_what_has_been_read_is_copied_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, may_read, stream = LAYOUTS["latent"], threading.Event(), LateStream()
+
+    class Slow(BlockFiles):
+        def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+            return (block_hash != hashes[0] or may_read.wait(30)) and super().read(block_hash, parts)
+
+    store = filled(layout, 6, CPU)
+    (before,), hashes = contents(store), [bytes([number]) * 32 for number in range(4)]
+    files = Slow(str(tmp_path), "latent", layout.bytes_per_block(3), 10**8)
+    monkeypatch.setattr(transfers, "_PIECE", 1)
+    transfer = KVTransfer([store], num_host_blocks=5, files=files, stream=stream)
+    transfer.start(Transfer(0, True, [(number, number) for number in range(5)]))
+    transfer.poll(wait=True)
+    transfer.start(Transfer(1, True, [], True, list(enumerate(hashes[:3]))))
+    transfer.poll(wait=True)
+    for tensor in store.tensors:
+        tensor.view(torch.uint8).zero_()
+    pairs = [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)]  # the last one is in host memory, that before it in no file
+    transfer.start(Transfer(2, False, pairs, True, list(enumerate(hashes))))
+    until = time.monotonic() + 30
+    while (now := contents(store)[0])[:, :, [3, 2, 0]].ne(before[:, :, [1, 2, 4]]).any():
+        assert transfer.poll() == ()
+        stream.events[-1].finish()
+        stream.events[1].finish()
+        assert time.monotonic() < until
+    assert not now[:, :, 4].any()
+    may_read.set()
+    assert transfer.poll(wait=True) == (2,)
+    assert torch.equal(contents(store)[0][:, :, 4], before[:, :, 0])
+    assert transfer.failed([2]) == {2: [3]}
 
 
 def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

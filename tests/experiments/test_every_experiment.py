@@ -147,7 +147,9 @@ OWN = {
         "experiment.routing=[zipf]",
     ],
     "disaggregation": [
-        *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=1", "measure.repeats=1"),
+        *("model=tiny", "engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.model.dtype=float32"),
+        *("engine.model.max_model_len=512", "engine.cache.memory_gib=0.03", "measure.repeats=1"),
+        *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.scheduler.max_num_seqs=16"),
         *("experiment.prompt_tokens=[40]", "experiment.prompts=1", "experiment.count=3", "experiment.stream_tokens=4"),
         "experiment.mixes=[{name: long prompts, prompt_tokens: 40, output_tokens: 3, rates_per_s: [100], streams: 1}]",
     ],
@@ -174,7 +176,8 @@ OWN = {
         "{case: decode, shapes: {heads: ['4/2'], batch: [3], length: [40], head_dim: [16]}}]",
     ],
 }
-# A dry model has no draft: the shipped draft model runs these as target and as draft, with what is slow left out.
+# A dry model has no draft: the shipped draft model runs these as target and as draft, with what is slow left out. KV of
+# the tiers is real, too.
 _PAIR = [
     *(
         "model=tiny",
@@ -200,6 +203,7 @@ PAIRED = {
     "spec_decode_adaptive": [_DRAFT],
     "spec_decode_quantized": [_DRAFT],
     "quantization_speed": [],
+    "kv_tiers": ["engine.cache.num_blocks=null"],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 CHOSEN = {"composition": ["prefix", "overlap", "drafts", "prefix+drafts"]}  # one pair of two kinds
@@ -329,7 +333,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str, alone: l
             changes.pop("parallel", None)
         for changes in config.experiment.variants.values() if name.startswith("kv_tiers") else ():
             if "host_prefix_gib" in changes.get("cache", {}):
-                changes.cache.host_prefix_gib = 2**-12  # a dry model's blocks are small: 2,000 of them
+                # A dry model's blocks are small: 2,000 of them.
+                changes.cache.host_prefix_gib = 0.01 if name in PAIRED else 2**-12
         if "search" in config.experiment:
             few = {"low_per_s": 200, "high_per_s": 800, "steps": 2, "doublings": 0, "seconds": 0}
             config.experiment.search.update(few)

@@ -14,6 +14,8 @@ from mini_infer.cache.kv_manager import chained_sha256
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.executor.plan_ring import Call
 from mini_infer.runtime.executor.rank_process import follow
+from mini_infer.runtime.executor.ranks import RankedPusher
+from mini_infer.transfer.pusher import LOST
 
 
 class Rank:
@@ -111,3 +113,12 @@ def test_a_block_comes_from_files_where_all_ranks_have_their_part(
     assert sum(record.loaded_blocks for record in second.records) == 12, "of the second prompt nothing is looked for"
     assert sum(record.lost_blocks for record in second.records) == 12 - 5, "rank 0 has read all of them"
     check_scheduler(second.scheduler)
+
+
+def test_copies_take_as_long_as_on_the_slowest_rank() -> None:
+    """Their bytes are of all."""
+    answers = {"pusher.close": [5, 7], "pusher.took_ns": [1_000_000, 3_000_000]}
+    pusher = RankedPusher(lambda method, *_: answers[method])
+    assert (pusher.close(1), pusher.seconds) == (12, 0.003)
+    answers["pusher.close"] = [5, LOST]
+    assert pusher.close(2) == LOST

@@ -185,6 +185,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         ({"host_prefix_gib": 10**6}, r"host_prefix_gib=1000000.* takes .* GiB of page-locked .* lower it"),
         ({"host_prefix_gib": 1e-9}, "less than one KV block"),
         ({"host_prefix_gib": 1, "prefix_caching": False}, "Set it to true"),
+        ({"host_prefix_gib": 1, "disk_prefix_path": ""}, "name a folder, or leave it unset"),
         ({"disk_prefix_path": str(tmp_path)}, r"Set cache\.host_prefix_gib, too"),
         ({"host_prefix_gib": 1, "disk_prefix_gib": 1}, r"set cache\.disk_prefix_path"),
     ):

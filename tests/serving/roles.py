@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +27,13 @@ class Engines:
 
     Args:
         listens: where the one for prompts does, as of a Door; None: beside its socket.
+        gpus: CUDA_VISIBLE_DEVICES of each.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig, listens: str | None = None) -> None:
-        self._listens = listens
+    def __init__(
+        self, folder: Path, config: EngineConfig, listens: str | None = None, gpus: Mapping[str, str] | None = None
+    ) -> None:
+        self._listens, self._gpus = listens, gpus
         self._configs = {role: replace(config, parallel={role: 1}) for role in ROLES}
         self._paths = {role: str(folder / role) for role in ROLES}
         self._processes: dict[str, EngineProcess] = {}
@@ -38,7 +41,10 @@ class Engines:
 
     def start(self, role: str) -> None:
         config, path = self._configs[role], self._paths[role]
-        self._processes[role] = EngineProcess(config, socket_path=path, prompts_at=self._listens)
+        environment = None if self._gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": self._gpus[role]}
+        self._processes[role] = EngineProcess(
+            config, socket_path=path, environment=environment, prompts_at=self._listens
+        )
 
     def kill(self, role: str) -> None:
         os.kill(self.pid(role), signal.SIGKILL)

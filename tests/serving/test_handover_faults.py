@@ -11,11 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from cells import cells
 from roles import ROLES, Engines, with_engines
 from served import dry_config, until
 
-from mini_infer import LLMEngine, SamplingParams
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.stream import Stream
@@ -128,14 +129,76 @@ def test_nothing_is_left_of_those_that_died(tmp_path: Path, way: str, victim: st
             held.append(held_by(survivor))
         first, _, last = held
         assert last["maps"] < first["maps"] + 2, "one more each time"
+        assert last.pop("memory") < first.pop("memory") + 4 * 2**20
         assert {**last, "maps": 0} == {**first, "maps": 0}
         assert last["maps of KV"] == (way == "memory")
 
     with_engines(engines(tmp_path, way), use)
 
 
+MODEL = EngineConfig.from_dict(
+    {
+        "model": {"path": "tiny-target"},
+        "cache": {"memory_gib": 0.1, "prefix_caching": False},
+        "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+    }
+)
+GPU = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("on", "victim"),
+    [
+        *(pytest.param("cpu", role, marks=pytest.mark.soak) for role in ROLES),
+        *(pytest.param("cuda", role, marks=GPU) for role in ROLES),
+    ],
+)
+def test_what_a_model_computes_survives_a_kill_in_the_middle(tmp_path: Path, on: str, victim: str) -> None:
+    """Prompts of real KV, on a GPU each, into peer memory; on CPUs into shared memory."""
+    if on == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    numerics = {"numerics": "batch_invariant"} if on == "cuda" else {}  # by kernels, which a CPU interprets
+    config = replace(MODEL, model={"device": on, "dtype": "float32" if on == "cpu" else "bfloat16"}, **numerics)
+    prompts = [prompt_of(number, chunks=12) for number in range(3)]
+    engine = LLMEngine(config)
+    expected = [output.outputs[0].token_ids for output in engine.generate(prompts, PARAMS)]
+    engine.close()
+
+    async def use(both: Engines) -> None:
+        stats, survivor = both.stats, "decode" if victim == "prefill" else "prefill"
+        streamed = [list[int]() for _ in prompts]
+        asked = [both.client.submit(prompt, PARAMS) for prompt in prompts]
+        reads = [read(stream, own) for stream, own in zip(asked, streamed, strict=True)]
+        ending = asyncio.gather(*reads)
+        await until(lambda: stats("prefill").prompt_tokens > 0 and stats("decode").num_requests_receiving > 0)
+        both.kill(victim)
+        for error, tokens, whole in zip(await ending, streamed, expected, strict=True):
+            assert tokens == whole[: len(tokens)]
+            assert (tokens and victim == "decode" and error.startswith("replica 1: ")) if error else tokens == whole
+        if victim == "prefill":
+            await until(lambda: stats("decode").kv_transfers_failed > 0)
+        await until(lambda: (stats(survivor).unfinished, stats(survivor).kv_used_blocks) == (0, 0))
+        both.start(victim)
+        await both.serve()
+        again, came = list[int](), stats("decode").kv_transfers
+        assert await read(both.client.submit(prompts[0], PARAMS), again) == ""
+        assert again == expected[0]
+        await until(lambda: stats("decode").kv_transfers == came + 1)
+        await until(lambda: all((stats(role).unfinished, stats(role).kv_used_blocks) == (0, 0) for role in ROLES))
+
+    config = replace(config, parallel={"connector": "memory", "hand_over": "always"})
+    gpus = {"prefill": "0,1", "decode": "1,0"} if on == "cuda" else None
+    with_engines(Engines(tmp_path, config, gpus=gpus), use)
+
+
 def held_by(pid: int) -> dict[str, int]:
     process = psutil.Process(pid)
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     of_kv = sum("mini-infer-inbox" in line for line in maps)
-    return {"descriptors": process.num_fds(), "threads": process.num_threads(), "maps": len(maps), "maps of KV": of_kv}
+    return {
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+        "maps": len(maps),
+        "maps of KV": of_kv,
+        "memory": process.memory_info().rss,
+    }

@@ -3,8 +3,10 @@ test decides about."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
 from mini_infer import EngineConfig, LLMEngine
@@ -12,6 +14,7 @@ from mini_infer.core.config import When, replace
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import RequestOutput
 from mini_infer.runtime.handover import make_sender
+from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Message
 from mini_infer.transfer.receiver import Receiver
 from mini_infer.transfer.sender import Sender
@@ -26,6 +29,7 @@ class Wire:
         self.there: deque[tuple[Message, bytearray]] = deque()
         self.back: deque[tuple[Message, bytearray]] = deque()
         self.near, self.far = _End(self.there), _End(self.back)
+        self.told = False
 
     def cut(self) -> None:
         self.near.ended = self.far.ended = True
@@ -85,25 +89,31 @@ class Pair:
 
     Attributes:
         decode: the engine that is asked for tokens; `prefill` computes prompts for it, as long as it lives.
+        dead: earlier ones that decoded. Their memory stays: a copy may be on its way to it.
     """
 
     def __init__(self, config: EngineConfig, *ranks: dict[str, int], prompts: EngineConfig | None = None) -> None:
         self.wires: list[Wire] = []
-        self._prompts = prompts or config
+        self._ending: dict[Wire, list[int]] = {}  # links of which the engine that decodes knows, with their transfers
+        self._prompts, self._config = prompts or config, config
         self._ranks = ranks or ({}, {})
         self.prefill: LLMEngine | None = None
         self.sender: Sender | None = None
+        self._late: list[tuple[int, int, int]] = []  # to, from, bytes
+        self.dead: list[LLMEngine] = []
         self.start_prefill()
-        self.decode = LLMEngine(replace(config, parallel={"decode": 1, **self._ranks[1]}))
-        if config.scheduler.overlap is When.always and not ranks:
+        self.start_decode()
+
+    def start_decode(self) -> None:
+        self.decode = LLMEngine(replace(self._config, parallel={"decode": 1, **self._ranks[1]}))
+        if self._config.scheduler.overlap is When.always and not any(self._ranks):
             self.decode.executor.runner = LateRunner(self.decode.executor.runner)  # type: ignore[attr-defined]
         made = self.decode.receiver
         assert isinstance(made, Receiver)
         made.__class__ = _Receiver
         assert isinstance(made, _Receiver)
         made.pair, self.receiver = self, made
-        if made._wait_s:
-            made._wait_s = 0.05  # of what ends here no thread copies for longer
+        made._late_s = 0.0
 
     def start_prefill(self) -> None:
         self.prefill = LLMEngine(replace(self._prompts, parallel={"prefill": 1, **self._ranks[0]}))
@@ -117,13 +127,43 @@ class Pair:
             self.sender.close()
         self.prefill = self.sender = None
 
+    def kill_decode(self) -> None:
+        """Another one takes its place; the engine for prompts hears of it later."""
+        for wire in self.wires:
+            wire.cut()
+        self.dead.append(self.decode)
+        self.start_decode()
+
+    def lose_a_write(self) -> None:
+        """NIXL's next one is given up, and made when blocks of its link are about to be free."""
+        agent = None if self.sender is None else self.sender._pusher._holding.agent
+        if agent is not None:
+            agent.write = partial(self._write_late, agent)  # type: ignore[method-assign]
+
+    def _write_late(self, agent: Agent, name: Any, here: Any, there: Any, until: float) -> None:
+        vars(agent).pop("write")
+        self._late += zip(there[:, 0].tolist(), here[:, 0].tolist(), here[:, 1].tolist(), strict=True)
+        raise OSError("a write is given up")
+
     def deliver_ends(self) -> None:
-        for wire in [wire for wire in self.wires if wire.near.ended or wire.near.closed]:
+        """Whoever decodes hears of an end first, the other one, which may write meanwhile, in the next call. When that
+        one has stopped, blocks are free: after less time than in earnest, where nobody knows when that is."""
+        for wire, lost in list(self._ending.items()):
+            if wire.told or self.sender is None:
+                ends = [] if self.sender is None else [*self.sender._heard, *self.sender._asked.values()]
+                if all(end[0] is not wire.far for end in ends):
+                    del self._ending[wire]
+                    while self._late:
+                        ctypes.memmove(*self._late.pop())
+                    for transfer_id in lost:
+                        self.receiver._end(transfer_id, None)
+            else:
+                wire.told = True
+                self.sender.hear_end(wire.far)  # type: ignore[arg-type]
+        for wire in [wire for wire in self.wires if wire.near.ended or wire.near.closed or wire.far.closed]:
             wire.cut()
             self.wires.remove(wire)
-            self.receiver.hear_end(wire.near)  # type: ignore[arg-type]
-            if self.sender is not None:
-                self.sender.hear_end(wire.far)  # type: ignore[arg-type]
+            self._ending[wire] = self.receiver._lose(wire.near)  # type: ignore[arg-type]
 
     def deliver(self, wire: Wire, back: bool) -> None:
         """The next message of one direction."""
@@ -159,7 +199,7 @@ class Pair:
             self.decode.exchange()
             busy = self.prefill is not None and self.prefill.has_unfinished_requests()
             heard = self.sender is not None and bool(self.sender._heard)
-            waits = any(wire.there or wire.back or wire.near.ended for wire in self.wires)
+            waits = bool(self._ending) or any(wire.there or wire.back or wire.near.ended for wire in self.wires)
             if not (busy or heard or waits or self.receiver._asked):
                 return
         raise AssertionError("it does not settle")

@@ -28,7 +28,7 @@ from mini_infer.runtime.scheduler.prefix_loads import LoadCosts
 from mini_infer.transfer.protocol import Ask
 
 MAX_LEN = 40
-FAULTS = ["none", "none", "cut", "kill", "fail prefill", "fail decode"]
+FAULTS = ["none", "none", "cut", "lose a write", "kill prefill", "kill decode", "fail prefill", "fail decode"]
 HISTORIES_A_PAIR = 25  # engines live on: what one history leaves behind shows in the next
 
 
@@ -145,8 +145,13 @@ def live(rng: random.Random, pair: Pair) -> None:
             if fault == "cut":
                 for wire in pair.wires:
                     wire.cut()
-            elif fault == "kill":
+            elif fault == "lose a write":
+                pair.lose_a_write()
+            elif fault == "kill prefill":
                 pair.kill_prefill()
+            elif fault == "kill decode":
+                gone.update(found)
+                pair.kill_decode()
             elif runner is not None:
                 runner.launch = planted  # type: ignore[method-assign]
         if turn == fault_at + 6 and pair.sender is None:
@@ -295,9 +300,10 @@ def run(seed: int, histories: int, files: Path) -> Counter[str]:
         pair = Pair(config(rng, files))
         for _ in range(min(HISTORIES_A_PAIR, histories - first)):
             live(rng, pair)
-        came["prompts"] += pair.receiver.num_received
-        for tier in ("host", "disk"):
-            came[tier] += sum(getattr(record, f"{tier}_hit_tokens") for record in pair.decode.records)
+        for engine in (*pair.dead, pair.decode):
+            came["prompts"] += engine.receiver.num_received
+            for tier in ("host", "disk"):
+                came[tier] += sum(getattr(record, f"{tier}_hit_tokens") for record in engine.records)
         pair.kill_prefill()
         pair.receiver.close()
     return came

@@ -6,8 +6,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
 from mini_infer.transfer import address, memory, receiver
+from mini_infer.transfer import nixl as nixl_module
 from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
@@ -195,8 +198,32 @@ def test_a_write_that_does_not_arrive_is_told(
         pusher.layer(layer)
     pusher.end()
     assert pusher.close(1) == LOST
-    assert len(tried) == 1, "blocks of what is lost may be somebody else's by now"
+    pusher.open(2, 5, 2)
+    pusher.begin([Push(2, PAIRS)])
+    pusher.layer(0)
+    assert pusher.close(2) == LOST
+    assert len(tried) == 1, "blocks of what is lost, and of others by this link, may be somebody else's by now"
     assert "did not reach the engine that asked for it: NIXL: a write ended as ERR" in caplog.text
+
+
+def test_a_write_that_takes_too_long_is_given_up(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nixl_module._WRITE_S + 15 < nixl_module.LATE_S, "the other engine waits longer, with what it takes to notice"
+    layout = LAYOUTS["latent"]
+    agent, target = Agent(filled(layout, 6)), Agent(filled(layout, 9))
+    name, rows = agent.meet(target.reachable(Share(0, 2))), np.array([[agent._addresses[0], 8, 0]], np.uint64)
+    monkeypatch.setattr(
+        agent,
+        "_agent",
+        SimpleNamespace(
+            get_xfer_descs=lambda *_: None,
+            initialize_xfer=lambda *_: None,
+            transfer=lambda _: "PROC",
+            check_xfer_state=lambda _: "PROC",
+            release_xfer_handle=lambda _: None,
+        ),
+    )
+    with pytest.raises(OSError, match="ended as PROC"):
+        agent.write(name, rows, rows, time.monotonic() + 0.01)
 
 
 def test_a_peer_is_forgotten_with_its_last_link(nixl: None) -> None:
@@ -384,22 +411,45 @@ def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
             asking.close()
 
 
+class Deaf:
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def send(self, message: Message) -> None:
+        self.said.append(message)
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_blocks_of_a_lost_link_are_nobody_s_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But its requests do not wait, and nobody is asked there meanwhile: else ever more blocks would be reserved."""
+    told = list[Any]()
+
+    def poll() -> list[tuple[Any, ...]]:
+        return [tuple(arrival) for arrival in asking.poll()]
+
+    monkeypatch.setattr(receiver.time, "sleep", lambda seconds: told.extend([seconds, poll()]))
+    asking = Receiver(Hello({}, None, "here"), lambda *_: None, late_s=30.0, clock=lambda: 100.0)
+    ask, link = Ask(1, "there", [5], "", 0, 0, [3]), Deaf()
+    asking.attach("there", link)
+    asking.start([ask], [])
+    asking.hear_end(link)  # type: ignore[arg-type]
+    assert told == [30.0, [(1, None, False)]]
+    assert poll() == [(1, None, True)]
+    asking.start([ask._replace(transfer_id=2)], [])
+    assert poll() == [(2, None, True)]
+    assert asking.num_failed == 2
+    asking.close()
+
+
 def test_another_machine_s_clock_is_another_one() -> None:
     now = [100.0]
-
-    class Deaf:
-        def send(self, message: Message) -> None:
-            said.append(message)
-
-        def start(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    said: list[Any] = []
     receiver = Receiver(Hello({}, None, "here"), lambda *_: None, clock=lambda: now[0])
     link: Any = receiver.attach("there", Deaf())
     receiver.start([Ask(1, "there", [5], "", 0, 0, [3])], [])
-    hello, _ = said
+    hello, _ = link.said
     now[0] += 0.2
     receiver.hear(link, Clock(hello.now, 5000.1), bytearray())  # read halfway
     now[0] += 1.0

@@ -198,7 +198,8 @@ def test_what_a_tier_of_the_decoding_engine_has_is_not_sent(monkeypatch: pytest.
 # --- a link that is cut -------------------------------------------------------------------------------------------
 
 
-def test_a_link_that_is_cut_in_the_middle_costs_no_answer(linked: MakeLinked) -> None:
+@pytest.mark.parametrize("when", ["before anything comes", "in the middle", "before all has come"])
+def test_a_link_that_is_cut_costs_no_answer(linked: MakeLinked, when: str) -> None:
     engines = linked(DRY, "tcp")
     cable, prompts = Cable(engines.address), [prompt_of(20, seed) for seed in range(3)]
 
@@ -210,7 +211,7 @@ def test_a_link_that_is_cut_in_the_middle_costs_no_answer(linked: MakeLinked) ->
     assert complete(prompts[0]) == alone(prompts[0])
     whole = cable.passed
     assert whole > len(prompts[0]) * DRY_TOKEN_BYTES
-    cable.cut_after = whole // 2
+    cable.cut_after = {"before anything comes": 0, "in the middle": whole // 2, "before all has come": whole - 1}[when]
     assert complete(prompts[1]) == alone(prompts[1])
     assert (engines.receiver.num_received, engines.receiver.num_failed) == (1, 1)
     cable.cut_after = None

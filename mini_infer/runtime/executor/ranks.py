@@ -36,7 +36,7 @@ from mini_infer.runtime.executor.plan_ring import KEPT, Call, PlanRing, RingFile
 from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
-from mini_infer.transfer.pusher import LOST, Pusher
+from mini_infer.transfer.pusher import LOST
 
 T = TypeVar("T")
 
@@ -256,14 +256,15 @@ class RankedStep:
 
 
 class RankedPusher:
-    """Every rank's Pusher, as a Sender uses one."""
+    """Every rank's Pusher, as a Sender uses one.
 
-    def __init__(self, everywhere: Callable[..., list[int]], own: Pusher) -> None:
-        self._everywhere, self._own = everywhere, own
+    Attributes:
+        seconds: that the copies of the transfer closed last took where they took longest; bytes are of all ranks.
+    """
 
-    @property
-    def seconds(self) -> float:
-        return self._own.seconds
+    def __init__(self, everywhere: Callable[..., list[int]]) -> None:
+        self._everywhere = everywhere
+        self.seconds = 0.0
 
     def connect(self, link: int, memories: Sequence[Sequence[Any]]) -> bool:
         return all(self._everywhere("pusher.connect", link, memories))
@@ -276,7 +277,10 @@ class RankedPusher:
 
     def close(self, transfer_id: int) -> int:
         every = self._everywhere("pusher.close", transfer_id)
-        return LOST if LOST in every else sum(every)
+        if LOST in every:
+            return LOST
+        self.seconds = max(self._everywhere("pusher.took_ns")) / 1e9
+        return sum(every)
 
 
 class RankedRunner:
@@ -345,8 +349,7 @@ class RankedRunner:
 
     @property
     def pusher(self) -> RankedPusher | None:
-        own = self._runner.pusher
-        return None if own is None else RankedPusher(self.everywhere, own)
+        return None if self._runner.pusher is None else RankedPusher(self.everywhere)
 
     @property
     def graphs(self) -> StepGraphs:

@@ -56,12 +56,18 @@ class Elsewhere:
             self._receiver.start(due, self._cancelled)
             self._cancelled = []
 
-    def arrivals(self) -> list[Request]:
-        """Requests whose transfers have ended since the last call. What has not come is computed here."""
-        return [request for arrival in self._receiver.poll() if (request := self._take(arrival)) is not None]
+    def arrivals(self) -> list[tuple[Request, bool]]:
+        """Requests whose transfers have ended since the last call, each with whether it can use its blocks: others may
+        still write to those of a lost link. What has not come is computed here."""
+        taken = [(self._take(arrival), arrival.free) for arrival in self._receiver.poll()]
+        return [(request, free) for request, free in taken if request is not None]
 
     def _take(self, arrival: Arrival) -> Request | None:
-        request = self._kv.end_transfer(arrival.transfer_id)
+        if arrival.free:
+            request = self._kv.end_transfer(arrival.transfer_id)
+        else:
+            parked = self._kv.transfers.get(arrival.transfer_id)
+            request = None if parked is None else parked.request
         if request is None or (ask := self._asked.pop(request, None)) is None:
             return None
         if arrival.handover is None:

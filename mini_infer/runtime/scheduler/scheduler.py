@@ -173,8 +173,12 @@ class Scheduler:
 
     def exchange(self) -> None:
         """Tells other engines what is wanted of them, and takes in what has come."""
-        for request in self._elsewhere.arrivals():
-            self.batch.move(request, RequestStatus.prefilling)
+        for request, has_blocks in self._elsewhere.arrivals():
+            if has_blocks:
+                self.batch.move(request, RequestStatus.prefilling)
+            else:
+                self.batch.leave(request)
+                self._recompute(request)
         self._elsewhere.tell(self.planned)
 
     def _can_follow(self) -> bool:
