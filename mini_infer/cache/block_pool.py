@@ -15,6 +15,7 @@ A block is in exactly one of three states:
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -170,7 +171,7 @@ class BlockPool:
     def retire(self, run: Run, table: list[int]) -> None:
         """Gives back the table of a lone run, as `release`."""
         assert run.tokens is not None
-        run.tokens = tuple(run.tokens)  # which the garbage collector does not look into, as it would into a list
+        run.tokens = array("I", run.tokens)  # 4 bytes each, and the garbage collector does not look into it
         run.held = False
         self.num_cached += len(run.blocks)
         self._lru.append(run)

@@ -217,10 +217,10 @@ class Router:
         """A prompt's chunks, but for the last token, which is always computed; none where the policy looks at none."""
         if not self._looks_at_prompts:
             return ()
-        size, chain = self._chunk_tokens, []
+        size, tokens, chain = self._chunk_tokens, tuple(token_ids), []
         parent = hash(tuple(salt.encode(errors="replace")))  # that of a text differs from process to process
-        for end in range(size, len(token_ids), size):
-            parent = hash((parent, tuple(token_ids[end - size : end])))  # of integers: the same in all processes
+        for end in range(size, len(tokens), size):
+            parent = hash((parent, tokens[end - size : end]))  # of integers: the same in all processes
             chain.append(parent)
         return chain
 

@@ -31,7 +31,7 @@ def steps_alike(scheduler: Scheduler, in_flight: int) -> tuple[Sequence[Request]
             return (), 0  # there may be room for it once it finds what that prompt leaves
     if [request for request in running if request.must_be_read or request.stop_ids]:
         return (), 0
-    most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
+    most = min([r.max_total_tokens - r.num_tokens - (r.num_in_flight or 1) for r in running])
     return running.copy(), min(most, kv.num_free // len(running) * kv.block_size)
 
 

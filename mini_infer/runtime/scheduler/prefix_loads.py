@@ -65,7 +65,8 @@ class PrefixLoads:
 
     def start(self, request: Request, now: float) -> Transfer | None:
         """Starts to bring back what host memory and files hold of an admitted request's prompt, where that pays."""
-        saved = self._kv.tiers.find(request)
+        if not (saved := self._kv.tiers.find(request)):
+            return None
         in_host = list(takewhile(lambda one: one.block is not None, saved))
         # Where reading files takes too long, what needs none may be worth it.
         for part in (saved, in_host) if len(in_host) < len(saved) else (in_host,):

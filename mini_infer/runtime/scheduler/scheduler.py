@@ -144,7 +144,7 @@ class Scheduler:
         admits = not (self._static and len(self.batch))
         for victim in self.admission.victims() if admits and not following else ():
             self._preempt(victim, step)
-        self._schedule_running(step, self._most_decodes(admits), {r for other in beside for r in other.rows})
+        self._schedule_running(step, self._most_decodes(admits), beside)
         # Whoever was just thrown out must not come straight back.
         newcomer = self.admission.newcomer() if admits and not step.short_of_blocks else None
         prompts = newcomer is not None or bool(self.batch.prefilling)
@@ -207,11 +207,12 @@ class Scheduler:
         self._decodes_sat_out = room < num_running
         return min(room, num_running)
 
-    def _schedule_running(self, step: PlannedStep, most: int, others: set[Request]) -> None:
-        """One token for each of the `most` first running requests that can have it, and are in no other stage."""
+    def _schedule_running(self, step: PlannedStep, most: int, beside: list[PlannedStep]) -> None:
+        """One token for each of the `most` first running requests that can have it, and are in no step `beside`."""
         running = self.batch.running
         if self._stages > 1:
             most = min(most, -(-len(running) // self._stages))  # all stages get about as many
+            others = {request for step in beside for request in step.rows}
             running = [request for request in running if request not in others] or self._behind_themselves(running)
         running = running[:most]
         sit_out: set[Request] = set()
@@ -360,15 +361,17 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenUpdate]:
         """Books a step's tokens at time `now`, and ends the requests that are done."""
         step = self.planned.pop(plan.step)
-        self._end_transfers(step, plan, result, now)
-        if plan.num_prefill_tokens:
+        if result.transfers_done or not plan.req_indices:
+            self._end_transfers(step, plan, result, now)
+        prompts = step.rows[plan.num_decode_rows :]
+        if prompts:
             self._loads.costs.computed(plan.num_tokens, now - max(step.now, self._last_update or step.now))
         seconds = None if self._last_update is None else now - self._last_update
         self.speculator.book(step.rows, plan, result, seconds)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
             self.finish(*ending[:3])
-        for request in step.rows[plan.num_decode_rows :]:
+        for request in prompts:
             if request.num_output_tokens:
                 self.line.release_siblings(request)
         self._last_update = now if self._requests else None
