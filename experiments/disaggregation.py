@@ -231,11 +231,11 @@ class Disaggregation(Probe):
         return {**found, "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here)}
 
     def _items(self, point: Point) -> list[Item]:
-        """Evenly spaced, or of a Poisson process of which it is known how many come; at the same times for all variants
-        and in all repeats, so that they differ by nothing else."""
+        """Evenly spaced, or of a Poisson process of which it is known how many come: for all variants, in all repeats,
+        at the same times, and at a higher rate others beside them."""
         mix, rate = self._mixes[point.values["mix"]], point.values["rate_per_s"]
         count = max(1, round(rate * mix.seconds))
-        rng = np.random.default_rng([self.settings.seed, self.points.index(point)])
+        rng = np.random.default_rng(self.settings.seed)
         dues = [i / rate for i in range(count)] if mix.even else sorted(rng.uniform(0, mix.seconds, count))
         return [Item(tuple(self._prompt(mix.prompt_tokens)), mix.output_tokens, arrival_s=float(due)) for due in dues]
 

@@ -141,6 +141,7 @@ def test_a_load_comes_at_the_same_times_and_its_ramps_do_not_count(loads: Disagg
     assert (len(once), len(faster)) == (100, 200)
     assert max(item.arrival_s for item in once) < 5
     assert [item.arrival_s for item in once] == [item.arrival_s for item in same]
+    assert {item.arrival_s for item in once} < {item.arrival_s for item in faster}
     assert {item.prompt for item in once}.isdisjoint(item.prompt for item in same)
     assert first == again
     assert first["slo_share"] == 1.0
