@@ -1,47 +1,50 @@
 """Prompts computed by one engine and decoded by another, beside engines that do both: where the time to the first token
 goes, what a transfer takes, and which load is served better by which of the two.
 
-The engines are processes, as behind mini-infer-serve; they are asked without HTTP.
+The engines are processes, as behind mini-infer-serve; they are asked without HTTP. Where vLLM can be measured, two of
+its engines serve the same loads beside them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
-from typing import Any, TypeVar
+from functools import cached_property
+from itertools import chain, product, repeat
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points
-from experiments.lab.check import Count, Several
+from experiments.lab import points, schema
+from experiments.lab.check import Count, Positive, Several
 from experiments.lab.experiment import Findings
-from experiments.lab.judge import stats, validity
+from experiments.lab.judge import formulas, stats, validity
 from experiments.lab.judge.gate import Gate, compare
-from experiments.lab.judge.metrics import SLO, Better, Metric
+from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
+from experiments.lab.measure.engine_processes import EngineProcesses
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
+from experiments.lab.peers.replicas import PeerReplicas
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
-from experiments.lab.workloads.base import gamma_times
+from experiments.lab.spec import IN_TIME, ExperimentSpec
+from experiments.lab.store.rows import ABSENT, Row
+from experiments.lab.workloads.base import Item, Vocabulary
 from mini_infer import SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed
+from mini_infer.core.errors import ConfigError
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.processes.engines import ways_to_make
-from mini_infer.serving.processes.gpus import engines_asked
-from mini_infer.serving.processes.launch import EngineProcess
 
-TOGETHER, APART, STREAM, AUTO = "together", "apart", "stream", "auto"
+TOGETHER, APART, STREAM, AUTO, VLLM = "together", "apart", "stream", "auto", "vllm"
 ALWAYS = HandOver.always
 ONE_OF_EACH = {"prefill": 1, "decode": 1}
 ROLES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,20 +61,18 @@ SPLIT = {  # parts of the time to the first token, in their order
     "first_decode_step": "first decode step",
 }
 LOW, HIGH = Better.lower, Better.higher
+OF_LOADS = ("itl_p99_ms", "goodput_rps", "slo_share")
 METRICS = {
     "ttft_ms": Metric("time to first token, median", "ms", LOW),
     **{f"{name}_ms": Metric(f"{label}, mean", "ms", LOW) for name, label in SPLIT.items()},
     "transfer_ms": Metric("copies of a prompt's KV, mean", "ms", LOW),
     "transfer_gb_s": Metric("rate of the copies", "GB/s", HIGH),
     "exposed_share": Metric("transfer after prefill, share of TTFT", "", LOW, share=True),
-    "itl_p99_ms": Metric("inter-token latency, P99", "ms", LOW),
-    "goodput_per_s": Metric("requests that met the SLO", "1/s", HIGH),
-    "slo_share": Metric("share of requests that met the SLO", "", HIGH, share=True),
+    **{name: formulas.describe(name) for name in OF_LOADS},
+    "slo_rate_per_s": Metric(f"highest measured rate at which {100 * IN_TIME:.0f} % met the SLO", "requests/s", HIGH),
     "moved_share": Metric("share of prompts computed apart", "", HIGH, share=True),
 }
-STARTUP_S = 600.0
 GATE_TOKENS, GATE_REQUESTS = 24, 6
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,19 @@ class Mix:
     prompt_tokens: int  # of each request
     output_tokens: int
     rates_per_s: tuple[float, ...]  # at which they arrive
+    seconds: Positive = 10.0  # in which they arrive
     streams: int = 0  # endless answers to short prompts
     even: bool = False  # whether they come at even intervals; else as a Poisson process
+    by: tuple[str, ...] = (TOGETHER, APART)  # variants that serve it
+
+    def __post_init__(self) -> None:
+        known = (TOGETHER, APART, AUTO, *(() if self.streams else (VLLM,)))
+        if unknown := set(self.by).difference(known):
+            beside = " beside streams" if self.streams else ""
+            raise ConfigError(
+                f"experiment.mixes: {', '.join(sorted(unknown))} cannot serve the load {self.name!r}{beside}. Choose "
+                f"in its `by` from {', '.join(known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,9 @@ class DisaggregationSpec(ExperimentSpec):
     prompt_tokens: tuple[Several, ...] = ()  # of prompts that come alone, whose time to the first token is split
     prompts: Count = 10  # of each length
     mixes: tuple[Mix, ...] = ()  # loads
-    count: Count = 100  # requests of a load at each rate
     slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
     stream_tokens: int = 256  # of a stream's answer
+    peer_repeats: Count = 1  # so many of measure.repeats measure vLLM, the first ones
     keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
 
 
@@ -101,40 +113,61 @@ class Disaggregation(Probe):
     reads = (
         *("engine.attention", "engine.cache", "engine.graphs", "engine.model", "engine.numerics", "engine.scheduler"),
         *("engine.parallel.routing", "engine.speculation", "hardware"),
-        *("measure.gates", "measure.repeats", "measure.seed"),
+        *("measure.gates", "measure.repeats", "measure.seed", "peers.vllm"),
     )
     spec: DisaggregationSpec
     baseline = TOGETHER
     generates = True
     metrics: Mapping[str, Metric] = METRICS
-    variants: Mapping[str, str] = {name: label for name, (label, _) in ROLES.items()}
+    _peer: PeerReplicas | None = None
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec, self.device = self.spec, self.engine.model.device
-        self._rng = np.random.default_rng(self.settings.seed)
+        self._peer_settings = schema.build(PeerSettings, config.peers, "peers").vllm
         alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
+        self._rng = np.random.default_rng(self.settings.seed)
+        self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
         self._mixes = {mix.name: mix for mix in spec.mixes}
         rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
         loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
-        self.points = [*alone, *loads]
-        most = {mix.name: max(mix.rates_per_s) for mix in spec.mixes}
-        busiest = [load for load in loads if load.values["rate_per_s"] == most[load.values["mix"]]]
-        of = {TOGETHER: self.points, APART: self.points, STREAM: alone, AUTO: busiest}
+        # Where several rates are compared.
+        self._whole = [points.point({"load": mix.name}) for mix in spec.mixes if len(mix.rates_per_s) > 1]
+        self.points = [*alone, *loads, *self._whole]
+        labels = {**{name: label for name, (label, _) in ROLES.items()}, VLLM: "2 engines of vLLM that do both"}
+        of = {
+            variant: (alone if variant in (TOGETHER, APART, STREAM) else [])
+            + [load for load in loads if variant in self._mixes[load.values["mix"]].by]
+            for variant in labels
+        }
+        self.variants = {variant: label for variant, label in labels.items() if of[variant]}
         self.timed = [(variant, point) for variant, own in of.items() for point in own]
 
     def measure(self, steps: Steps) -> Findings:
         keep = self.spec.keep_engines
-        with _Engines(keep) as self._engines:  # those of the gates end before others take their memory
-            gates = self._gates() if self.settings.gates else []
-        with _Engines(keep) as self._engines:
-            if keep:
-                self._engines.start([_config(self.engine, variant) for variant in ROLES])
-            self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
-            found = super().measure(steps)
-            return replace(found, gates=gates, requests=[row for rows in self._requests.values() for row in rows])
+        with ExitStack() as beside:  # it loads while the gates are asked
+            if VLLM in self.variants:
+                two = _config(self.engine, TOGETHER)
+                self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self._peer_settings)))
+            with EngineProcesses(keep) as self._engines:  # those of the gates end before others take their memory
+                gates = self._gates() if self.settings.gates else []
+            with EngineProcesses(keep) as self._engines:
+                if keep:
+                    self._engines.start([_config(self.engine, name) for name in ROLES if name in self.variants])
+                if self._peer is not None:
+                    self._peer.ready()
+                found = super().measure(steps)
+        rows = [row for rows in self._requests.values() for row in rows]
+        if self._peer is None:
+            return replace(found, gates=gates, requests=rows)
+        absent, about = self._peer.absent, self._peer.about
+        notes = [f"{self.variants[VLLM]}: absent, because {absent}."] if absent else []
+        return replace(found, gates=gates, requests=rows, notes=notes, peers={VLLM: (dict(about),)} if about else {})
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
+        if variant == VLLM:
+            assert self._peer is not None
+            return self._beside(self._peer, point)
         engines = self._engines
         engines.use(_config(self.engine, variant))
         if "mix" in point.values:
@@ -142,7 +175,20 @@ class Disaggregation(Probe):
         return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
 
     def problem(self) -> str:
-        return self._reason or validity.problem(Evidence(self._served, self._engines.asked.info.vocab_size))
+        return self._reason or validity.problem(Evidence(self._served, self._vocabulary))
+
+    def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
+        """The knees of the loads; none where a rate's pass does not count, or even the lowest is too high."""
+        shares = {(row.variant, row.point): row.value for row in found if row.metric == "slo_share" and row.valid}
+        knees = list[tuple[str, Point, Mapping[str, float | None]]]()
+        for whole, variant in product(self._whole, self.variants):
+            mix = whole.values["load"]
+            loads = [load for load in self.points if load.values.get("mix") == mix]
+            at = {load.values["rate_per_s"]: shares.get((variant, load.name)) for load in loads}
+            kept = [rate for rate, share in at.items() if share is not None and share >= IN_TIME]
+            told = None not in at.values()
+            knees.append((variant, whole, {"slo_rate_per_s": max(kept, default=None) if told else None}))
+        return knees
 
     async def _alone(self, engine: AsyncEngine, variant: str, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
@@ -162,47 +208,70 @@ class Disaggregation(Probe):
         }
 
     async def _load(self, engine: AsyncEngine, variant: str, point: Point) -> dict[str, float | None]:
-        spec, mix, rate = self.spec, self._mixes[point.values["mix"]], point.values["rate_per_s"]
-        count = spec.count
-        dues = [i / rate for i in range(count)] if mix.even else gamma_times(count, rate, 1.0, self._rng)
-        prompts = [self._prompt(mix.prompt_tokens) for _ in range(count)]
+        spec, mix = self.spec, self._mixes[point.values["mix"]]
+        items = self._items(point)
+        asked = [(list(item.prompt), item.output_tokens, item.arrival_s or 0.0) for item in items]
         await asyncio.gather(*(_ask(engine, self._prompt(mix.prompt_tokens), 2) for _ in engine.replicas))  # warm-up
         # Their answers end one after the other, and so does what comes next begin.
         firsts = [1 + number * spec.stream_tokens // mix.streams for number in range(mix.streams)]
-        streams = [asyncio.ensure_future(self._stream(engine, first)) for first in firsts]
+        heard = list[list[float]]()  # when each answer's tokens came
+        streams = [asyncio.ensure_future(self._stream(engine, first, heard)) for first in firsts]
         before = _moved(engine)
-        await asyncio.sleep(0.2 if streams else 0)
-        start, asked = time.perf_counter(), zip(prompts, dues, strict=True)
-        answers = await asyncio.gather(*(_ask(engine, p, mix.output_tokens, start + due) for p, due in asked))
-        self._served = served = _served(answers)
+        await asyncio.sleep(0.5 if streams else 0)
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(_ask(engine, prompt, length, start + due) for prompt, length, due in asked))
         self._reason = _unmoved(variant, answers)
-        self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
         for task in streams:
             task.cancel()
-        running = [gaps for gaps in await asyncio.gather(*streams, return_exceptions=True) if isinstance(gaps, list)]
-        good = sum(map(spec.slo.met_by, served.requests))
-        gaps = [gap for own in running or [request.gaps for request in served.requests] for gap in own]
-        itl = stats.percentile(gaps, 99)
+        await asyncio.gather(*streams, return_exceptions=True)
         moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
-        return {
-            "ttft_ms": 1e3 * _ttft(served.requests),
-            "itl_p99_ms": None if itl is None else 1e3 * itl,
-            "goodput_per_s": good / (served.end - start),
-            "slo_share": good / count,
-            "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here),
-        }
+        found = self._of_load(variant, point, _served(answers))
+        if streams:
+            beside = ([at for at in times if at >= start] for times in heard)
+            itl = stats.percentile([gap for times in beside for gap in np.diff(times)], 99)
+            found["itl_p99_ms"] = None if itl is None else 1e3 * itl
+        return {**found, "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here)}
 
-    async def _stream(self, engine: AsyncEngine, first: int) -> list[float]:
-        """Answers one after the other, the first one of so many tokens, until it is cancelled: the gaps in them."""
-        gaps: list[float] = []
-        with suppress(asyncio.CancelledError):
-            for length in chain([first], repeat(self.spec.stream_tokens)):
-                gaps += (await _ask(engine, self._prompt(8), length)).gaps
-        return gaps
+    def _items(self, point: Point) -> list[Item]:
+        """Evenly spaced, or of a Poisson process of which it is known how many come: for all variants, in all repeats,
+        at the same times, and at a higher rate others beside them."""
+        mix, rate = self._mixes[point.values["mix"]], point.values["rate_per_s"]
+        count = max(1, round(rate * mix.seconds))
+        rng = np.random.default_rng(self.settings.seed)
+        dues = [i / rate for i in range(count)] if mix.even else sorted(rng.uniform(0, mix.seconds, count))
+        return [Item(tuple(self._prompt(mix.prompt_tokens)), mix.output_tokens, arrival_s=float(due)) for due in dues]
+
+    def _of_load(self, variant: str, point: Point, served: Served) -> dict[str, float | None]:
+        """Of the requests that come while there is a steady state, if there are enough."""
+        self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
+        self._served = served = served.without_ramps()
+        found = formulas.measure(served, OF_LOADS, Context(self.spec.slo))
+        told = {name: None if isinstance(value, Missing) else value for name, value in found.items()}
+        return {"ttft_ms": 1e3 * _ttft(served.counted), **told}
+
+    def _beside(self, peer: PeerReplicas, point: Point) -> Mapping[str, float | None]:
+        """The load on vLLM."""
+        if self.repeat >= self.spec.peer_repeats:
+            return {}
+        items = self._items(point)
+        peer.serve([replace(item, output_tokens=2, arrival_s=None) for item in items[:2]], 1)  # warm-up
+        served = peer.serve(items, len(items))
+        self._reason = f"{ABSENT}{peer.absent}" if served is None else ""
+        return dict.fromkeys(OF_LOADS, 0.0) if served is None else self._of_load(VLLM, point, served)
+
+    async def _stream(self, engine: AsyncEngine, first: int, heard: list[list[float]]) -> None:
+        """Answers one after the other, the first one of so many tokens, until it is cancelled."""
+        for length in chain([first], repeat(self.spec.stream_tokens)):
+            heard.append([])
+            await _ask(engine, self._prompt(8), length, times=heard[-1])
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return Vocabulary(self.engine.model).size
 
     def _prompt(self, length: int) -> list[int]:
         """Unlike all others."""
-        return self._rng.integers(3, self._engines.asked.info.vocab_size - 1, length).tolist()
+        return self._rng.integers(3, self._vocabulary - 1, length).tolist()
 
     def _gates(self) -> list[Gate]:
         """Tokens of engines apart are those of one engine: on a GPU in batch-invariant numerics, to the bit."""
@@ -226,15 +295,20 @@ class Disaggregation(Probe):
 
 
 async def _ask(
-    engine: AsyncEngine, prompt: list[int], output_tokens: int, due: float | None = None, **params: Any
+    engine: AsyncEngine,
+    prompt: list[int],
+    output_tokens: int,
+    due: float | None = None,
+    times: list[float] | None = None,
+    **params: Any,
 ) -> RequestTrace:
-    """At once, or when it is due."""
+    """At once, or when it is due. When tokens came is in `times` even of an answer that is cancelled."""
     if due is not None:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
     sent = time.perf_counter()
     given = {"temperature": 0.0, **params}
     stream = engine.submit(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **given))
-    times: list[float] = []
+    times = [] if times is None else times
     tokens: list[int] = []
     spans: dict[str, float] = {}
     async for delta in stream:
@@ -286,69 +360,3 @@ def _moved(engine: AsyncEngine) -> tuple[int, int]:
 
 def _config(engine: EngineConfig, variant: str) -> EngineConfig:
     return changed(engine, parallel=ROLES[variant][1])
-
-
-class _Engines:
-    """Engine processes of one config at a time; or of several side by side, which are kept to the end."""
-
-    asked: AsyncEngine
-
-    def __init__(self, keep: bool) -> None:
-        self._keep = keep
-        self._loop = asyncio.new_event_loop()
-        self._there: list[tuple[EngineConfig, AsyncEngine]] = []
-        self._open = ExitStack()
-
-    def __enter__(self) -> _Engines:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-        left = asyncio.all_tasks(self._loop)  # those that would connect again
-        for task in left:
-            task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.wait(left))
-        self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)
-
-    def use(self, config: EngineConfig) -> None:
-        """It is the one that is `asked` from here on."""
-        if config not in [known for known, _ in self._there]:
-            if not self._keep:
-                self._open.close()
-                self._there = []
-            self.start([config])
-        (self.asked,) = (engine for known, engine in self._there if known == config)
-
-    def start(self, configs: Sequence[EngineConfig]) -> None:
-        """All at once."""
-        begun = []
-        for config in configs:
-            folder = self._open.enter_context(tempfile.TemporaryDirectory())
-            processes: dict[str, EngineProcess] = {}  # by where they listen
-            for number, make in enumerate(ways_to_make(config, max_queued=2**20)):
-                path = os.path.join(folder, f"engine-{number}")
-                processes[path] = make(path)
-                self._open.callback(processes[path].stop)
-            begun.append((config, processes))
-        for config, processes in begun:
-            engine = self.run(self._serving(config, processes))
-            self._open.callback(self._end, engine)
-            self._there.append((config, engine))
-
-    def _end(self, engine: AsyncEngine) -> None:
-        self.run(engine.close())
-
-    async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
-        """When all of them do. Raises EngineDead where one ends instead."""
-        connect = AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
-        engine = asyncio.ensure_future(connect)
-        while not engine.done() or any(replica.failure is not None for replica in engine.result().replicas):
-            for ending in filter(None, [process.ending() for process in processes.values()]):
-                engine.cancel()
-                raise EngineDead(f"an engine of {engines_asked(config)} {ending} before it served")
-            await asyncio.sleep(0.1)
-        return engine.result()

@@ -1,16 +1,31 @@
-"""Engines with roles under measurement: one that ends is told of, and so is a transfer that never was one."""
+"""Engines with roles under measurement, and a peer's beside them: one that ends is told of, and so is a transfer that
+never was one; requests are dealt in turns, and a load's knee is where they keep the SLO."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from experiments import disaggregation
-from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER
+from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
+from experiments.lab.measure import engine_processes
+from experiments.lab.measure.engine_processes import EngineProcesses
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.peers import replicas
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.replicas import PeerReplicas
+from experiments.lab.peers.settings import VLLMSettings
+from experiments.lab.store.rows import Row
+from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
 from mini_infer.serving.link.link import EngineDead
+from mini_infer.serving.processes import gpus
 
 
 def test_an_engine_that_ends_before_it_serves_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,10 +37,10 @@ def test_an_engine_that_ends_before_it_serves_is_told_of(monkeypatch: pytest.Mon
         ending = "was killed by SIGKILL" if ended else None
         return SimpleNamespace(ending=lambda: ending, stop=lambda: stopped.append(path))
 
-    monkeypatch.setattr(disaggregation, "ways_to_make", lambda config, max_queued: [make, make])
+    monkeypatch.setattr(engine_processes, "ways_to_make", lambda config, max_queued: [make, make])
     apart = EngineConfig.from_dict({"parallel": {"prefill": 1, "decode": 1}})
     message = r"an engine of parallel\.prefill=1 and parallel\.decode=1 was killed by SIGKILL before it served"
-    with pytest.raises(EngineDead, match=message), disaggregation._Engines(keep=True) as engines:
+    with pytest.raises(EngineDead, match=message), EngineProcesses(keep=True) as engines:
         engines.start([apart])
     assert len(stopped) == 2
 
@@ -37,3 +52,118 @@ def test_prompts_that_never_moved_are_no_result_of_engines_apart() -> None:
         assert disaggregation._unmoved(variant, [here, moved]) == ""
     for variant in (TOGETHER, AUTO):  # which may compute all where they are decoded
         assert disaggregation._unmoved(variant, [here]) == ""
+
+
+TWO = EngineConfig.from_dict({"parallel": {"replicas": 2}})
+HERE = str(Path(__file__).resolve().parent)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The environments of a peer's engines, whose processes run fake_peer.py."""
+    seen = list[dict[str, str]]()
+
+    def start(name: str, module: str, *rest: Any, environment: dict[str, str], **more: Any) -> PeerProcess:
+        seen.append(environment)
+        return PeerProcess(name, "fake_peer", *rest, environment=environment, **more)
+
+    monkeypatch.setattr(replicas, "PeerProcess", start)
+    monkeypatch.setattr(replicas, "require_device", lambda kind, device: None)
+    monkeypatch.setattr(replicas, "settled", lambda config: config)
+    monkeypatch.setattr(gpus, "needs_no_gpu", lambda config: False)
+    monkeypatch.setattr(replicas, "count_gpus", lambda environment: 2)
+    return seen
+
+
+def test_a_peers_engines_have_gpus_of_their_own_and_take_turns(fakes: list[dict[str, str]]) -> None:
+    with closing(PeerReplicas(Kind.vllm, TWO, VLLMSettings(pythonpath=HERE, args={"threads": 1}))) as peer:
+        assert [own["CUDA_VISIBLE_DEVICES"] for own in fakes] == ["0", "1"]
+        peer.ready()
+        assert peer.about["engines"] == 2
+        served = peer.serve([Item((10 + number,), 2) for number in range(5)], 5)
+        assert served is not None
+        assert [one.token_ids[0] for one in served.requests] == [10, 11, 12, 13, 14]  # in the order of the items
+        of_first, of_second = ({served.requests[index].arrival for index in own} for own in ([0, 2, 4], [1, 3]))
+        assert len(of_first) == len(of_second) == 1  # each has served its own at once
+        assert of_first != of_second
+        assert served.start == min(of_first | of_second)
+
+
+def test_a_peer_that_is_lost_is_absent_from_then_on(fakes: list[dict[str, str]], capsys: Any) -> None:
+    with closing(PeerReplicas(Kind.vllm, TWO, VLLMSettings(pythonpath=HERE, args={"fault": "die"}))) as peer:
+        peer.ready()
+        assert peer.serve([Item((1,), 2), Item((2,), 2)], 2) is None
+        assert peer.absent.startswith("it has failed, and is not asked again: vLLM could not serve: its process ended")
+        assert "the last words" in capsys.readouterr().err
+        assert peer.serve([Item((1,), 2)], 1) is None
+
+
+MIX = "{name: long prompts, prompt_tokens: 9, output_tokens: 3, rates_per_s: [20, 40], seconds: 5"
+
+
+@pytest.fixture
+def loads(compose_config: Any) -> Disaggregation:
+    mixes = f"experiment.mixes=[{MIX}, by: [together, vllm]}}]"
+    plain = ("experiment.claims=[]", "experiment.prompt_tokens=[40]")
+    return Disaggregation.from_config(
+        compose_config("experiment=disaggregation", "model=dry", "engine.model.device=cpu", mixes, *plain)
+    )
+
+
+def test_vllm_beside_engines_on_a_cpu_is_absent_and_its_rows_say_so(loads: Disaggregation) -> None:
+    assert AUTO not in loads.variants
+    names = [point.name for variant, point in loads.timed if variant == VLLM]
+    assert names == ["mix=long prompts rate_per_s=20.0", "mix=long prompts rate_per_s=40.0"]
+    loads._peer = PeerReplicas(Kind.vllm, TWO, VLLMSettings())
+    assert loads.values(VLLM, loads.points[1]) == {"itl_p99_ms": 0, "goodput_rps": 0, "slo_share": 0}
+    assert loads.problem() == "absent: vLLM is measured on a CUDA device, and this run is on the CPU"
+    loads.repeat = 1
+    assert loads.values(VLLM, loads.points[1]) == {}  # of the first repeat alone
+
+
+def test_a_load_comes_at_the_same_times_and_its_ramps_do_not_count(loads: Disaggregation) -> None:
+    asked = []
+
+    def serve(items: Any, concurrency: int) -> Served:
+        asked.append(items)
+        dues = [item.arrival_s or 0.0 for item in items]
+        # Those in the first and in the last tenth miss the SLO, and do not count.
+        ttft = [0.001 if 0.4 < due < 4.6 else 9.0 for due in dues]
+        traces = [
+            RequestTrace(9, 3, due, (due + first, due + first, due + first), (5, 6, 7))
+            for due, first in zip(dues, ttft, strict=True)
+        ]
+        return Served(tuple(traces), 0.0, 20.0)
+
+    loads._peer = SimpleNamespace(serve=serve)  # type: ignore[assignment]
+    first, again, _ = (loads.values(VLLM, loads.points[number]) for number in (1, 1, 2))
+    _, once, _, same, _, faster = asked
+    assert (len(once), len(faster)) == (100, 200)
+    assert max(item.arrival_s for item in once) < 5
+    assert [item.arrival_s for item in once] == [item.arrival_s for item in same]
+    assert {item.arrival_s for item in once} < {item.arrival_s for item in faster}
+    assert {item.prompt for item in once}.isdisjoint(item.prompt for item in same)
+    assert first == again
+    assert first["slo_share"] == 1.0
+    assert first["goodput_rps"] == pytest.approx(20, rel=0.3)
+
+
+def test_the_knee_is_the_highest_rate_at_which_requests_keep_the_slo(loads: Disaggregation) -> None:
+    _, low, high, whole = loads.points
+
+    def knees(low_share: float, high_share: float, **of_high: Any) -> list[Any]:
+        shares = [Row(TOGETHER, low.name, 0, "slo_share", low_share, ""), Row(TOGETHER, high.name, 0, "slo_share",
+                  high_share, "", **of_high)]  # fmt: skip
+        return [(point, *values.values()) for variant, point, values in loads.derived(shares) if variant == TOGETHER]
+
+    assert knees(0.95, 0.9) == [(whole, 40.0)]
+    assert knees(0.95, 0.89) == [(whole, 20.0)]
+    assert knees(0.5, 0.4) == [(whole, None)]
+    assert knees(0.95, 0.95, valid=False) == [(whole, None)]
+
+
+def test_what_cannot_serve_a_load_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stream cannot serve the load 'x'. Choose in its `by` from together, apart"):
+        Mix("x", 4, 4, (1.0,), by=(TOGETHER, STREAM))
+    with pytest.raises(ConfigError, match=r"vllm cannot serve the load 'x' beside streams"):
+        Mix("x", 4, 4, (1.0,), streams=2, by=(VLLM,))

@@ -14,12 +14,12 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 from test_lab_configs import EXPERIMENTS
 
-from experiments import disaggregation, expert_quantization
+from experiments import expert_quantization
 from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import case as kernel_timer
-from experiments.lab.measure import together
+from experiments.lab.measure import engine_processes, together
 from experiments.lab.store import result as store
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
@@ -150,8 +150,9 @@ OWN = {
         *("model=tiny", "engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.model.dtype=float32"),
         *("engine.model.max_model_len=512", "engine.cache.memory_gib=0.03", "measure.repeats=1"),
         *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.scheduler.max_num_seqs=16"),
-        *("experiment.prompt_tokens=[40]", "experiment.prompts=1", "experiment.count=3", "experiment.stream_tokens=4"),
-        "experiment.mixes=[{name: long prompts, prompt_tokens: 40, output_tokens: 3, rates_per_s: [100], streams: 1}]",
+        *("experiment.prompt_tokens=[40]", "experiment.prompts=1", "experiment.stream_tokens=4"),
+        "experiment.mixes=[{name: long prompts, prompt_tokens: 40, output_tokens: 3, rates_per_s: [100], "
+        "seconds: 0.03, streams: 1}]",
     ],
     "composition_moe": [  # which no dry model is
         *("model=tiny_moe", "engine.model.device=cpu", "engine.model.dtype=float32", "engine.cache.memory_gib=0.03"),
@@ -220,7 +221,7 @@ def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
     monkeypatch.setattr(together, "START", "fork")
-    monkeypatch.setattr(disaggregation, "ways_to_make", _in_threads)
+    monkeypatch.setattr(engine_processes, "ways_to_make", _in_threads)
 
 
 class _InThread:

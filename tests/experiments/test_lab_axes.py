@@ -152,8 +152,8 @@ def test_what_the_experiment_leaves_alone_is_taken(compose_config):
 
 
 def test_a_run_is_named_by_the_settings_of_its_experiment_too(compose_config):
-    settled = settle(compose_config, "disaggregation", "experiment.count=6", "experiment.prompts=2")
-    assert settled.changed == {"experiment.count": "6", "experiment.prompts": "2"}
+    settled = settle(compose_config, "disaggregation", "experiment.stream_tokens=6", "experiment.prompts=2")
+    assert settled.changed == {"experiment.stream_tokens": "6", "experiment.prompts": "2"}
 
 
 MISLABELLED = [  # measured as it was typed, and once recorded in the place of `default`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Set
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerAbsent, PeerError
+from experiments.lab.peers.base import PeerAbsent, PeerError, why_lost
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
@@ -93,11 +92,7 @@ class Session:
             except (PeerAbsent, PeerError) as lost:
                 if len(self._absent) + 1 == len(self.labels):
                     raise  # there is nothing else to measure
-                why, _, log = str(lost).partition("\n")
-                if isinstance(lost, PeerError):
-                    print(log, file=sys.stderr)
-                    why = f"it has failed, and is not asked again: {why}"
-                self._absent[cell.variant] = why
+                self._absent[cell.variant] = why = why_lost(lost)
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
         lost_cells = ((self.cells.get((variant, point.name)), why) for variant, why in self._absent.items())
         self.ledger.enter(repeat, passes, [(cell, why) for cell, why in lost_cells if cell is not None])

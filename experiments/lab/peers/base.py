@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,15 @@ class PeerAbsent(MiniInferError):
 
 class PeerError(MiniInferError):
     """A peer's process has failed. The message holds the last lines of its log."""
+
+
+def why_lost(lost: PeerAbsent | PeerError) -> str:
+    """In a sentence, for the report. A log goes to the terminal."""
+    why, _, log = str(lost).partition("\n")
+    if isinstance(lost, PeerError):
+        print(log, file=sys.stderr)
+        why = f"it has failed, and is not asked again: {why}"
+    return why
 
 
 class Subject(Protocol):

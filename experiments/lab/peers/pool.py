@@ -27,7 +27,7 @@ from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.workloads import Item
-from mini_infer.core.config import EngineConfig, LoadFormat, replace
+from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace
 from mini_infer.core.errors import MiniInferError
 from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
 from mini_infer.modeling.model_files import resolve_folder
@@ -114,8 +114,7 @@ class Peers:
         if not _has_own_process(kind, device):
             self._make_room(config, device)
             return None
-        if kind.can.needs_gpu and device != CUDA:
-            raise PeerAbsent(f"{kind.label} is measured on a CUDA device, and this run is on the CPU")
+        require_device(kind, config.model.device)
         if kind in self._absent:
             raise PeerAbsent(self._absent[kind])
         config = settled(config)
@@ -174,6 +173,12 @@ class Peers:
         while _free(CUDA) < expected and time.monotonic() < end:
             time.sleep(0.02)
         return process.name
+
+
+def require_device(kind: Kind, device: Device) -> None:
+    """Raises PeerAbsent where that is none of the peer's."""
+    if kind.can.needs_gpu and hardware.resolve(device) != CUDA:
+        raise PeerAbsent(f"{kind.label} is measured on a CUDA device, and this run is on the CPU")
 
 
 def _has_own_process(kind: Kind, device: str) -> bool:

@@ -33,7 +33,14 @@ class PeerProcess:
     """Whatever goes wrong while it is asked, Ctrl-C included, it is killed with all the processes it has started."""
 
     def __init__(
-        self, name: str, module: str, config: EngineConfig, settings: ProcessSettings, wait: bool = True, **more: Any
+        self,
+        name: str,
+        module: str,
+        config: EngineConfig,
+        settings: ProcessSettings,
+        wait: bool = True,
+        environment: Mapping[str, str] = os.environ,
+        **more: Any,
     ) -> None:
         """`open_peer` of `module` runs there. `wait`: until it has started; else it starts while others work, and
         `ready` waits. `more`: settings that are not the user's. Raises PeerAbsent where it is not installed,
@@ -42,9 +49,9 @@ class PeerProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-peer-"))
         self._log = self._folder / "log"
         self._closed = False
-        path = os.environ.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
+        path = environment.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
         environment = {
-            **os.environ,
+            **environment,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
             "TMPDIR": str(self._folder),  # what it leaves there goes with it
         }
@@ -60,13 +67,13 @@ class PeerProcess:
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise ConfigError(f"{name} cannot be started with peers.*.python={command[0]}: {error}") from error
-        self._send("open_peer", config=config, settings={**asdict(settings), **more})
+        self.send("open_peer", config=config, settings={**asdict(settings), **more})
         if wait:
             self.ready()
 
     def ready(self) -> None:
         """To be called once, where it was not waited for. Raises as __init__ does."""
-        self.about: Mapping[str, Any] = self._receive("start")
+        self.about: Mapping[str, Any] = self.receive("start")
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         found: Served = self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
@@ -77,8 +84,8 @@ class PeerProcess:
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
         """What a method of the peer returns. Raises NoProfile as it does. `what` it does is for errors."""
-        self._send(method, **arguments)
-        found = self._receive(what)
+        self.send(method, **arguments)
+        found = self.receive(what)
         if isinstance(found, NoProfile):
             raise found
         return found
@@ -101,7 +108,8 @@ class PeerProcess:
             time.sleep(0.02)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, method: str, **arguments: Any) -> None:
+    def send(self, method: str, **arguments: Any) -> None:
+        """Asks, and `receive` has the answer: so several can be asked at a time."""
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
                 self._pipe.send((method, arguments))
@@ -109,7 +117,7 @@ class PeerProcess:
             self.close()
             raise
 
-    def _receive(self, what: str) -> Any:
+    def receive(self, what: str) -> Any:
         reply: Any = PeerError(f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)")
         try:
             try:

@@ -1,0 +1,86 @@
+"""Engine processes as behind mini-infer-serve, asked in one event loop without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from mini_infer.core.config import EngineConfig
+from mini_infer.serving.link.link import EngineDead
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.processes.engines import ways_to_make
+from mini_infer.serving.processes.gpus import engines_asked
+from mini_infer.serving.processes.launch import EngineProcess
+
+STARTUP_S = 600.0
+T = TypeVar("T")
+
+
+class EngineProcesses:
+    """Engine processes of one config at a time; or of several side by side, which are kept to the end."""
+
+    asked: AsyncEngine
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._loop = asyncio.new_event_loop()
+        self._there: list[tuple[EngineConfig, AsyncEngine]] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> EngineProcesses:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+        left = asyncio.all_tasks(self._loop)  # those that would connect again
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def use(self, config: EngineConfig) -> None:
+        """It is the one that is `asked` from here on."""
+        if config not in [known for known, _ in self._there]:
+            if not self._keep:
+                self._open.close()
+                self._there = []
+            self.start([config])
+        (self.asked,) = (engine for known, engine in self._there if known == config)
+
+    def start(self, configs: Sequence[EngineConfig]) -> None:
+        """All at once."""
+        begun = []
+        for config in configs:
+            folder = self._open.enter_context(tempfile.TemporaryDirectory())
+            processes: dict[str, EngineProcess] = {}  # by where they listen
+            for number, make in enumerate(ways_to_make(config, max_queued=2**20)):
+                path = os.path.join(folder, f"engine-{number}")
+                processes[path] = make(path)
+                self._open.callback(processes[path].stop)
+            begun.append((config, processes))
+        for config, processes in begun:
+            engine = self.run(self._serving(config, processes))
+            self._open.callback(self._end, engine)
+            self._there.append((config, engine))
+
+    def _end(self, engine: AsyncEngine) -> None:
+        self.run(engine.close())
+
+    async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
+        """When all of them do. Raises EngineDead where one ends instead."""
+        connect = AsyncEngine.connect(*processes, parallel=config.parallel, startup_timeout=STARTUP_S)
+        engine = asyncio.ensure_future(connect)
+        while not engine.done() or any(replica.failure is not None for replica in engine.result().replicas):
+            for ending in filter(None, [process.ending() for process in processes.values()]):
+                engine.cancel()
+                raise EngineDead(f"an engine of {engines_asked(config)} {ending} before it served")
+            await asyncio.sleep(0.1)
+        return engine.result()
