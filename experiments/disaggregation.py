@@ -336,7 +336,7 @@ def _served(answers: Sequence[RequestTrace]) -> Served:
 
 async def _drawn(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[RequestTrace]:
     """Half of the answers drawn at random, all at once."""
-    drawn = ({"temperature": float(index % 2), "seed": index} for index in range(len(prompts)))
+    drawn: list[dict[str, Any]] = [{"temperature": float(index % 2), "seed": index} for index in range(len(prompts))]
     asked = zip(prompts, drawn, strict=True)
     return await asyncio.gather(*(_ask(engine, prompt, GATE_TOKENS, **params) for prompt, params in asked))
 
