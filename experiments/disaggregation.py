@@ -19,25 +19,25 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import axes, points, schema
 from experiments.lab.check import Count, Positive, Several
 from experiments.lab.experiment import Findings
-from experiments.lab.judge import formulas, stats, validity
+from experiments.lab.judge import formulas, prediction, stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure.engine_processes import EngineProcesses
+from experiments.lab.measure.engine_processes import EngineProcesses, as_served, ask
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rounds import Probe
+from experiments.lab.measure.simulated import Simulator, drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
 from experiments.lab.peers.replicas import PeerReplicas
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import IN_TIME, ExperimentSpec
+from experiments.lab.spec import IN_TIME, PREDICTED, ExperimentSpec
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
-from mini_infer import SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import ConfigError
@@ -113,7 +113,7 @@ class Disaggregation(Probe):
     reads = (
         *("engine.attention", "engine.cache", "engine.graphs", "engine.model", "engine.numerics", "engine.scheduler"),
         *("engine.parallel.routing", "engine.speculation", "hardware"),
-        *("measure.gates", "measure.repeats", "measure.seed", "peers.vllm"),
+        *("measure.costs", "measure.gates", "measure.predict", "measure.repeats", "measure.seed", "peers.vllm"),
     )
     spec: DisaggregationSpec
     baseline = TOGETHER
@@ -140,6 +140,12 @@ class Disaggregation(Probe):
             + [load for load in loads if variant in self._mixes[load.values["mix"]].by]
             for variant in labels
         }
+        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
+        self._predictions, endless = dict[str, str](), [mix.name for mix in spec.mixes if mix.streams]
+        for variant in (TOGETHER, APART, AUTO) if self.settings.predict else ():
+            name = variant + PREDICTED
+            self._predictions[name], labels[name] = variant, f"{labels[variant]}, predicted"
+            of[name] = [load for load in loads if load in of[variant] and load.values["mix"] not in endless]
         self.variants = {variant: label for variant, label in labels.items() if of[variant]}
         self.timed = [(variant, point) for variant, own in of.items() for point in own]
 
@@ -158,16 +164,17 @@ class Disaggregation(Probe):
                     self._peer.ready()
                 found = super().measure(steps)
         rows = [row for rows in self._requests.values() for row in rows]
-        if self._peer is None:
-            return replace(found, gates=gates, requests=rows)
-        absent, about = self._peer.absent, self._peer.about
-        notes = [f"{self.variants[VLLM]}: absent, because {absent}."] if absent else []
+        notes = prediction.remarks(found.rows, self._predictions, self.variants)
+        absent, about = ("", {}) if self._peer is None else (self._peer.absent, self._peer.about)
+        notes += [f"{self.variants[VLLM]}: absent, because {absent}."] if absent else []
         return replace(found, gates=gates, requests=rows, notes=notes, peers={VLLM: (dict(about),)} if about else {})
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         if variant == VLLM:
             assert self._peer is not None
             return self._beside(self._peer, point)
+        if variant in self._predictions:
+            return self._simulated(variant, point)
         engines = self._engines
         engines.use(_config(self.engine, variant))
         if "mix" in point.values:
@@ -175,7 +182,8 @@ class Disaggregation(Probe):
         return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
 
     def problem(self) -> str:
-        return self._reason or validity.problem(Evidence(self._served, self._vocabulary))
+        tells = all(request.tells_tokens for request in self._served.requests)  # else they are simulated
+        return self._reason or (validity.problem(Evidence(self._served, self._vocabulary)) if tells else "")
 
     def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
         """The knees of the loads; none where a rate's pass does not count, or even the lowest is too high."""
@@ -192,8 +200,8 @@ class Disaggregation(Probe):
 
     async def _alone(self, engine: AsyncEngine, variant: str, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
-        answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
-        self._served, self._reason = _served(answers), _unmoved(variant, answers)
+        answers = [await ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
+        self._served, self._reason = as_served(answers), _unmoved(variant, answers)
         ttft = _ttft(answers)
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
         if not split:
@@ -211,7 +219,7 @@ class Disaggregation(Probe):
         spec, mix = self.spec, self._mixes[point.values["mix"]]
         items = self._items(point)
         asked = [(list(item.prompt), item.output_tokens, item.arrival_s or 0.0) for item in items]
-        await asyncio.gather(*(_ask(engine, self._prompt(mix.prompt_tokens), 2) for _ in engine.replicas))  # warm-up
+        await asyncio.gather(*(ask(engine, self._prompt(mix.prompt_tokens), 2) for _ in engine.replicas))  # warm-up
         # Their answers end one after the other, and so does what comes next begin.
         firsts = [1 + number * spec.stream_tokens // mix.streams for number in range(mix.streams)]
         heard = list[list[float]]()  # when each answer's tokens came
@@ -219,13 +227,13 @@ class Disaggregation(Probe):
         before = _moved(engine)
         await asyncio.sleep(0.5 if streams else 0)
         start = time.perf_counter()
-        answers = await asyncio.gather(*(_ask(engine, prompt, length, start + due) for prompt, length, due in asked))
+        answers = await asyncio.gather(*(ask(engine, prompt, length, start + due) for prompt, length, due in asked))
         self._reason = _unmoved(variant, answers)
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
-        found = self._of_load(variant, point, _served(answers))
+        found = self._of_load(variant, point, as_served(answers))
         if streams:
             beside = ([at for at in times if at >= start] for times in heard)
             itl = stats.percentile([gap for times in beside for gap in np.diff(times)], 99)
@@ -249,6 +257,14 @@ class Disaggregation(Probe):
         told = {name: None if isinstance(value, Missing) else value for name, value in found.items()}
         return {"ttft_ms": 1e3 * _ttft(served.counted), **told}
 
+    def _simulated(self, variant: str, point: Point) -> Mapping[str, float | None]:
+        """What is predicted of the load: the same each time, and so once."""
+        if self.repeat:
+            return {}
+        items, setup = self._items(point), self._simulator.setup(_config(self.engine, self._predictions[variant]))
+        self._reason = ""
+        return self._of_load(variant, point, drive(setup.cluster(), items, len(items)))
+
     def _beside(self, peer: PeerReplicas, point: Point) -> Mapping[str, float | None]:
         """The load on vLLM."""
         if self.repeat >= self.spec.peer_repeats:
@@ -263,7 +279,7 @@ class Disaggregation(Probe):
         """Answers one after the other, the first one of so many tokens, until it is cancelled."""
         for length in chain([first], repeat(self.spec.stream_tokens)):
             heard.append([])
-            await _ask(engine, self._prompt(8), length, times=heard[-1])
+            await ask(engine, self._prompt(8), length, times=heard[-1])
 
     @cached_property
     def _vocabulary(self) -> int:
@@ -294,51 +310,11 @@ class Disaggregation(Probe):
         return [compare(variant, "", found[TOGETHER], found[variant], "one engine's") for variant in (APART, STREAM)]
 
 
-async def _ask(
-    engine: AsyncEngine,
-    prompt: list[int],
-    output_tokens: int,
-    due: float | None = None,
-    times: list[float] | None = None,
-    **params: Any,
-) -> RequestTrace:
-    """At once, or when it is due. When tokens came is in `times` even of an answer that is cancelled."""
-    if due is not None:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-    sent = time.perf_counter()
-    given = {"temperature": 0.0, **params}
-    stream = engine.submit(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **given))
-    times = [] if times is None else times
-    tokens: list[int] = []
-    spans: dict[str, float] = {}
-    async for delta in stream:
-        times += [time.perf_counter()] * len(delta.token_ids)
-        tokens += delta.token_ids
-        spans = delta.spans or spans
-    to_first = sum(seconds for name, seconds in spans.items() if name not in ("queue", "transfer"))
-    return RequestTrace(
-        prompt_tokens=len(prompt),
-        asked_tokens=output_tokens,
-        arrival=sent if due is None else due,
-        token_times=tuple(times),
-        token_ids=tuple(tokens),
-        sent=None if due is None else sent,
-        first_scheduled=times[0] - to_first if spans else None,
-        spans=spans,
-    )
-
-
-def _served(answers: Sequence[RequestTrace]) -> Served:
-    start = min(answer.arrival for answer in answers)
-    named = (replace(answer, request_id=f"request {number}") for number, answer in enumerate(answers, 1))
-    return Served(tuple(named), start, max(answer.token_times[-1] for answer in answers))
-
-
 async def _drawn(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[RequestTrace]:
     """Half of the answers drawn at random, all at once."""
     drawn: list[dict[str, Any]] = [{"temperature": float(index % 2), "seed": index} for index in range(len(prompts))]
     asked = zip(prompts, drawn, strict=True)
-    return await asyncio.gather(*(_ask(engine, prompt, GATE_TOKENS, **params) for prompt, params in asked))
+    return await asyncio.gather(*(ask(engine, prompt, GATE_TOKENS, **params) for prompt, params in asked))
 
 
 def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:

@@ -20,6 +20,7 @@ from experiments.lab.peers import replicas
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.replicas import PeerReplicas
 from experiments.lab.peers.settings import VLLMSettings
+from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
@@ -101,13 +102,16 @@ def test_a_peer_that_is_lost_is_absent_from_then_on(fakes: list[dict[str, str]],
 MIX = "{name: long prompts, prompt_tokens: 9, output_tokens: 3, rates_per_s: [20, 40], seconds: 5"
 
 
+def made(compose_config: Any, *typed: str, by: str = "together, vllm") -> Disaggregation:
+    plain = ("experiment.claims=[]", "experiment.prompt_tokens=[40]", f"experiment.mixes=[{MIX}, by: [{by}]}}]")
+    return Disaggregation.from_config(
+        compose_config("experiment=disaggregation", "model=dry", "engine.model.device=cpu", *plain, *typed)
+    )
+
+
 @pytest.fixture
 def loads(compose_config: Any) -> Disaggregation:
-    mixes = f"experiment.mixes=[{MIX}, by: [together, vllm]}}]"
-    plain = ("experiment.claims=[]", "experiment.prompt_tokens=[40]")
-    return Disaggregation.from_config(
-        compose_config("experiment=disaggregation", "model=dry", "engine.model.device=cpu", mixes, *plain)
-    )
+    return made(compose_config)
 
 
 def test_vllm_beside_engines_on_a_cpu_is_absent_and_its_rows_say_so(loads: Disaggregation) -> None:
@@ -160,6 +164,20 @@ def test_the_knee_is_the_highest_rate_at_which_requests_keep_the_slo(loads: Disa
     assert knees(0.95, 0.89) == [(whole, 20.0)]
     assert knees(0.5, 0.4) == [(whole, None)]
     assert knees(0.95, 0.95, valid=False) == [(whole, None)]
+
+
+def test_loads_are_predicted_by_the_simulator(compose_config: Any) -> None:
+    loads = made(compose_config, "measure.predict=true", "engine.model.dry.step_ms=5", by="together, apart")
+    predicted = [(variant, point) for variant, point in loads.timed if variant.endswith(PREDICTED)]
+    assert [variant for variant, _ in predicted] == 2 * [TOGETHER + PREDICTED] + 2 * [APART + PREDICTED]
+    for variant, point in predicted:
+        found = loads.values(variant, point)
+        assert loads.problem() == ""
+        assert found["slo_share"] == 1.0
+        # A prompt takes a step of the engine that answers, with roles one of another before it.
+        assert found["ttft_ms"] == pytest.approx(5 if variant == TOGETHER + PREDICTED else 10, abs=4)
+    loads.repeat = 1
+    assert loads.values(*predicted[0]) == {}
 
 
 def test_what_cannot_serve_a_load_is_refused() -> None:

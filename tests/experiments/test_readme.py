@@ -63,7 +63,7 @@ def test_the_table_says_which_runs_were_cut_off() -> None:
         for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")
     ]
     assert "INCOMPLETE" not in lines[0]
-    assert lines[1] == lines[0].replace(".md) | ", ".md) | **INCOMPLETE**: ")
+    assert lines[1] == lines[0].removesuffix(" |") + " **INCOMPLETE** |"
 
 
 def test_a_readme_without_a_place_for_the_table_is_left_alone() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from experiments.lab.measure.traces import RequestTrace, Served
+from mini_infer import SamplingParams
 from mini_infer.core.config import EngineConfig
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.processes.async_engine import AsyncEngine
@@ -84,3 +88,43 @@ class EngineProcesses:
                 raise EngineDead(f"an engine of {engines_asked(config)} {ending} before it served")
             await asyncio.sleep(0.1)
         return engine.result()
+
+
+async def ask(
+    engine: AsyncEngine,
+    prompt: list[int],
+    output_tokens: int,
+    due: float | None = None,
+    times: list[float] | None = None,
+    **params: Any,
+) -> RequestTrace:
+    """At once, or when it is due. When tokens came is in `times` even of an answer that is cancelled."""
+    if due is not None:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    sent = time.perf_counter()
+    given = {"temperature": 0.0, **params}
+    stream = engine.submit(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **given))
+    times = [] if times is None else times
+    tokens: list[int] = []
+    spans: dict[str, float] = {}
+    async for delta in stream:
+        times += [time.perf_counter()] * len(delta.token_ids)
+        tokens += delta.token_ids
+        spans = delta.spans or spans
+    to_first = sum(seconds for name, seconds in spans.items() if name not in ("queue", "transfer"))
+    return RequestTrace(
+        prompt_tokens=len(prompt),
+        asked_tokens=output_tokens,
+        arrival=sent if due is None else due,
+        token_times=tuple(times),
+        token_ids=tuple(tokens),
+        sent=None if due is None else sent,
+        first_scheduled=times[0] - to_first if spans else None,
+        spans=spans,
+    )
+
+
+def as_served(answers: Sequence[RequestTrace]) -> Served:
+    start = min(answer.arrival for answer in answers)
+    named = (replace(answer, request_id=f"request {number}") for number, answer in enumerate(answers, 1))
+    return Served(tuple(named), start, max(answer.token_times[-1] for answer in answers))

@@ -243,7 +243,7 @@ def _readme_table(results: Sequence[Result]) -> str:
     for result in best.values():
         info, mark = result.info, ", ".join(badges(result))
         named = "" if info.run == "default" else f", with {overrides(info)}"
-        told = f"{mark}: {sentence(result)}" if mark else sentence(result)
+        told = f"{sentence(result)} {mark}".rstrip()
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told))
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
 
