@@ -309,6 +309,26 @@ def test_a_rank_that_disagrees_is_named(
         engine.generate("def f(", LONG)
 
 
+def test_steps_that_only_reserve_memory_are_not_compared(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They attend to what nobody has written: where attention is not shared each rank has something else there."""
+    monkeypatch.setattr(rank_process, "tokens_sum", lambda tokens: -1)
+    engine = make_engine()
+    taken = []
+
+    def reserve(worker: Any) -> None:  # as on a GPU
+        for plan in worker._largest_steps(worker.limits, 0):
+            taken.append(worker.runner.collect(worker.runner.launch(plan)))
+
+    monkeypatch.setattr(Worker, "reserve_memory", reserve)
+    for _ in range(3):
+        engine.executor.reserve_memory()
+    assert any(result.tokens for result in taken)
+    with pytest.raises(RankError, match="disagrees"):
+        engine.generate("def f(", LONG)
+
+
 def test_a_failure_of_rank_0_ends_the_others(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:

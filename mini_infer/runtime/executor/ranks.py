@@ -69,7 +69,8 @@ class RanksExecutor(LocalExecutor):
             super().__init__(config, ranks.parallel)
         ranks.started = True
         late = parallel.stages if device.type == "cpu" and parallel.stages > 1 else 0
-        runner: Any = RankedRunner(self.runner, PlanRing(files, 0, size), ranks, late)
+        self._ranked = RankedRunner(self.runner, PlanRing(files, 0, size), ranks, late)
+        runner: Any = self._ranked
         self.runner = self._worker.runner = runner
         ranks.release = self._worker.release_graphs
 
@@ -88,6 +89,10 @@ class RanksExecutor(LocalExecutor):
 
     def require_alive(self) -> None:
         self._ranks.require_alive()
+
+    def reserve_memory(self) -> None:
+        with self._ranked.not_compared():  # such steps attend to what no request has written, and ranks have that apart
+            super().reserve_memory()
 
     def close(self) -> None:
         self._end()
@@ -297,6 +302,7 @@ class RankedRunner:
         self._ended: list[int] = []  # transfers, of which the others have not been told
         self._reads: dict[int, list[int]] = {}  # transfers that read files -> the host blocks, in the order of a prompt
         self._sums: deque[tuple[int, int]] = deque()  # (record, hash of its tokens), until all have reported theirs
+        self._compared = True
 
     def launch(self, plan: StepPlan) -> RankedStep:
         with self._ranks.blamed():
@@ -367,9 +373,19 @@ class RankedRunner:
                 # Each rank has read its part of every block: there is what is there on all of them.
                 failed[number] = blocks[min(self.everywhere("transfers.num_read", number, blocks)) :]
         self._ended += result.transfers_done
-        self._sums.append((step.number, tokens_sum(result.tokens)))
-        self._compare()
+        if self._compared:
+            self._sums.append((step.number, tokens_sum(result.tokens)))
+            self._compare()
         return result._replace(failed={number: blocks for number, blocks in failed.items() if blocks})
+
+    @contextlib.contextmanager
+    def not_compared(self) -> Iterator[None]:
+        """Inside, ranks may sample different tokens."""
+        self._compared = False
+        try:
+            yield
+        finally:
+            self._compared = True
 
     def _compare(self) -> None:
         while self._sums:
