@@ -182,8 +182,9 @@ class Disaggregation(Probe):
         return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
 
     def problem(self) -> str:
-        tells = all(request.tells_tokens for request in self._served.requests)  # else they are simulated
-        return self._reason or (validity.problem(Evidence(self._served, self._vocabulary)) if tells else "")
+        if self._reason or not all(request.tells_tokens for request in self._served.requests):  # of simulated ones
+            return self._reason
+        return validity.problem(Evidence(self._served, self._vocabulary))
 
     def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
         """The knees of the loads; none where a rate's pass does not count, or even the lowest is too high."""

@@ -176,6 +176,18 @@ def test_a_claim_on_an_absolute_figure_or_on_another_point():
     assert re.match(r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \(", text)
 
 
+def test_a_peer_is_known_by_its_name_where_no_config_has_variants():
+    info = replace(result(variants={"base": "ours", "vllm": "vLLM"}).info, config={"experiment": {"mixes": []}})
+    assert effects.peers(info) == ["vllm"]
+    for label, named in (
+        ("vLLM, chunks", "vLLM 0.23, chunks"),
+        ("2 of vLLM", "2 of vLLM 0.23"),
+        ("other", "other 0.23"),
+    ):
+        told = replace(info, variants={"base": "ours", "vllm": label}, peers={"vllm": ({"vllm": "0.23"},)})
+        assert pages._named(told, "vllm") == named
+
+
 def test_the_target_of_a_ratio_is_none_of_a_value():
     gain = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "target")
     assert "target" not in answer(without(result(claims=(gain,)), variant="base", reason="late")).partition(". ")[0]

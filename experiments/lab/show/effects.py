@@ -130,8 +130,8 @@ def peers(info: RunInfo) -> list[str]:
 
 
 def variant_kinds(info: RunInfo) -> dict[str, str]:
-    """What measures each variant; of an implementation of a kernel its name."""
-    variants = info.config.get("experiment", {}).get("variants", {})
+    """What measures each variant; of an implementation of a kernel, and where no config says it, its name."""
+    variants = info.config.get("experiment", {}).get("variants") or dict.fromkeys(info.variants)
     return {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
 
 

@@ -165,9 +165,9 @@ def _of_the_limit(result: Result) -> list[str]:
 def _named(info: RunInfo, variant: str) -> str:
     """With its version, where it says one: `vLLM 0.23.0, chunks of 512`, `vLLM 0.23.0 fp8`."""
     facts = info.peers.get(variant, ({},))[-1]
-    version = next((str(facts[key]) for key in ("vllm", "transformers") if key in facts), "")
-    name = info.variants[variant]
-    return re.sub(r"^[\w.]+", rf"\g<0> {version}", name) if version else name
+    package, name = next((key for key in ("vllm", "transformers") if key in facts), ""), info.variants[variant]
+    told = re.search(rf"\b{package}\b", name, re.IGNORECASE) or re.match(r"[\w.]+", name)
+    return f"{name[: told.end()]} {facts[package]}{name[told.end() :]}" if package and told else name
 
 
 CPU, SMALL, LARGE, SERVED, GPUS = "CPU", "small", "7B", "served", "GPUs"
