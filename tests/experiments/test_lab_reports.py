@@ -182,6 +182,7 @@ def test_a_peer_is_known_by_its_name_where_no_config_has_variants():
     for label, named in (
         ("vLLM, chunks", "vLLM 0.23, chunks"),
         ("2 of vLLM", "2 of vLLM 0.23"),
+        ("vllm.LLM", "vllm.LLM 0.23"),
         ("other", "other 0.23"),
     ):
         told = replace(info, variants={"base": "ours", "vllm": label}, peers={"vllm": ({"vllm": "0.23"},)})

@@ -166,7 +166,7 @@ def _named(info: RunInfo, variant: str) -> str:
     """With its version, where it says one: `vLLM 0.23.0, chunks of 512`, `vLLM 0.23.0 fp8`."""
     facts = info.peers.get(variant, ({},))[-1]
     package, name = next((key for key in ("vllm", "transformers") if key in facts), ""), info.variants[variant]
-    told = re.search(rf"\b{package}\b", name, re.IGNORECASE) or re.match(r"[\w.]+", name)
+    told = re.search(rf"\b{package}[\w.]*", name, re.IGNORECASE) or re.match(r"[\w.]+", name)
     return f"{name[: told.end()]} {facts[package]}{name[told.end() :]}" if package and told else name
 
 
