@@ -157,12 +157,11 @@ def find(folder: Path, target: Target) -> Found:
     push_s = push_block_s(target)  # one engine alone has pushed nothing
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
+        measured = replace(known.costs, push_block_s=push_s)
         if known.machine == target.machine and known.layout == layout:
-            return Found(
-                Watched(replace(known.costs, push_block_s=push_s)), f"fitted: {path.name}, of {known.measured}"
-            )
+            return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
         if known.machine == target.machine and known.layout == replace(layout, tensor=1):
-            alone = replace(known.costs, push_block_s=push_s), path.name
+            alone = measured, path.name
         other = differences(layout, known.layout)
         other |= {"machine": known.machine} if known.machine != target.machine else {}
         others.append((path.name, [f"{key}={value}" for key, value in other.items()]))

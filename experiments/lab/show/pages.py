@@ -178,7 +178,7 @@ What each mechanism was worth, by what it was measured on: *small* and *7B* are 
 the model whose shapes they have), *served* is over HTTP; *with* names a run of settings of its own. A figure is of
 the first claim of its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes
 these pages from them again. *Commits since* have touched the code that the page names, or its question, since it was
-measured; of what was *asked differently since* the claims are others by now. `python run.py stale` lists what is due.
+measured; of what was *asked differently since* the claims are others by now. `python run.py stale` lists what is due.\
 """
 
 
@@ -196,7 +196,7 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
     parts = [
         MARK,
         "# Reports",
-        ABOUT.strip(),
+        ABOUT,
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
