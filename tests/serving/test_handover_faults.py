@@ -4,6 +4,7 @@ with one error, no block stays taken, and of those that have died and come back 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from itertools import product
@@ -158,7 +159,8 @@ def test_what_a_model_computes_survives_a_kill_in_the_middle(tmp_path: Path, on:
     if on == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     numerics = {"numerics": "batch_invariant"} if on == "cuda" else {}  # by kernels, which a CPU interprets
-    config = replace(MODEL, model={"device": on, "dtype": "float32" if on == "cpu" else "bfloat16"}, **numerics)
+    config = replace(MODEL, model={"device": on, "dtype": "float32" if on == "cpu" else "bfloat16"})
+    config = dataclasses.replace(config, **numerics)
     prompts = [prompt_of(number, chunks=12) for number in range(3)]
     engine = LLMEngine(config)
     expected = [output.outputs[0].token_ids for output in engine.generate(prompts, PARAMS)]
