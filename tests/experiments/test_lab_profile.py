@@ -104,6 +104,7 @@ def test_a_trace_without_steps_is_said_so(made):
                 "few_down_kernel",
                 "place_kernel",
                 "grouped_kernel",
+                "tall_kernel",
                 "combine_kernel",
                 "fused_moe_kernel",
                 "void vllm::moe::moe_align_block_size_kernel<int>(int const*)",

@@ -200,6 +200,14 @@ def test_one_expert_that_takes_everything(few: int, device: torch.device) -> Non
     assert experts(*layer.some(slice(0, 0)), few_tokens=few).shape == (0, 32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tall_tiles_full_and_half(dtype: torch.dtype, device: torch.device) -> None:
+    layer = Layer(150, 2, 4, 72, 40, dtype, device)
+    layer.routes.ids[:, 0], layer.routes.ids[:40, 1], layer.routes.ids[40:, 1] = 0, 2, 3  # 150, none, 40 and 110 pairs
+    got = experts(*layer.some(), few_tokens=0, tiles=(Tile(128, 64, 32, 4, 2), Tile(128, 64, 16, 4, 2)))
+    assert ((got - layer.exact()).abs() <= layer.bound(150)).all()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("few", [0, 100])
 def test_what_has_no_expert_here_adds_nothing(few: int, device: torch.device) -> None:

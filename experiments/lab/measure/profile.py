@@ -42,7 +42,7 @@ _ROLE_PATTERNS = {
     "ranks": r"^_(sum|gather|add_copied)_kernel$|nccl|all_?reduce|cross_device_reduce",
     "adapter": r"^_(group|shrink|expand)_kernel$",
     "router": r"route_kernel$|topk_?(gating|softmax)|grouped_topk",
-    "experts": r"^(few_gate_up|few_down|place|grouped|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|"
+    "experts": r"^(few_gate_up|few_down|place|grouped|tall|combine|_dispatch|_combine)_kernel$|fused_moe|^moe_|"
     r"moe_(align|sum)|expert",
     "latent": r"^_head_products_kernel$|cache_mla",
     "attention": r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|"

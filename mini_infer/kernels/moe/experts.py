@@ -11,7 +11,7 @@ A pair is a token and one of its k experts: pair p is token p // k. Few tokens a
             --> gate, up, SiLU-mul: h [T k, I] in that order --> down: y [T k, H] by pairs --> combine --> [T, H]
 
             A program owns a tile: some outputs of some pairs of one expert. So an expert's weights are read once for
-            a tile of tokens, and the tensor cores take them.
+            a tile of tokens, and the tensor cores take them. Where tiles are tall, descriptors (TMA) bring the weights.
 
 In both the host knows the number of pairs and nothing of where they go: a CUDA graph has them all. Nothing is added up
 by atomics, and a token's pairs are added in their order, so that equal inputs give equal bits. In the second way a sum
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.interface import ExpertWeights, Routes
 from mini_infer.kernels.moe.experts_kernels import (
@@ -39,6 +40,7 @@ from mini_infer.kernels.moe.experts_kernels import (
     few_gate_up_kernel,
     grouped_kernel,
     place_kernel,
+    tall_kernel,
 )
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import launch_options
@@ -59,6 +61,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+TALL = 128  # rows of a tile, from which on weights that are not quantized are brought by descriptors
+TALL_DOWN = Tile(TALL, 128, 64, 4, 3)  # two programs an SM: one stores while the other multiplies
+
+
 class FewTile(NamedTuple):
     outs: int  # rows of the weight, of each of a token's experts for down
     k: int
@@ -76,7 +82,7 @@ def tiles_for(pairs: int, experts: int, itemsize: int) -> tuple[Tile, Tile]:
     if average <= 96:
         tile = Tile(32 if average <= 32 else 64, 128, 64, 4, 3)
         return tile, tile
-    return Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)
+    return Tile(TALL, 256, 64, 8, 4), Tile(TALL, 256, 64, 8, 4)
 
 
 # As measured with Qwen3-30B-A3B's experts, like the tiles above.
@@ -154,7 +160,10 @@ def expert_results(
     ids = routes.ids
     (tokens, chosen), size = ids.shape, x.shape[1]
     pairs, count, options = tokens * chosen, len(down.codes), launch_options(x.device)
-    tiles = tiles or tiles_for(pairs, count, x.element_size())
+    plain = gate_up.form is down.form is None and weights.chunks == 1 and size % 8 == down.codes.shape[2] % 8 == 0
+    if tiles is None:
+        tiles = tiles_for(pairs, count, x.element_size())
+        tiles = tiles[0], TALL_DOWN if plain and tiles[0].rows >= TALL else tiles[1]
     if weights.chunks > 1:  # room in registers for the sums of branches that wait: four accumulators at most
         tiles = tiles[0], tiles[1]._replace(outs=64)
     rows = tiles[0].rows
@@ -174,8 +183,14 @@ def expert_results(
         out_size, in_size = target.shape[1], source.shape[1]
         block_k = weight.block_k(tile.k if chunks == 1 else _within(in_size // chunks, tile.k))
         sizes = gated, chosen, out_size, in_size, chunks, weight.form, rows, tile.outs, block_k
-        grouped_kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
-            source, weight[:3], order, places, target, num_tiles, GroupedShape(*sizes, DOT_DTYPES[x.dtype]),
+        kernel, inputs = grouped_kernel, (source, weight[:3])
+        if plain and rows >= TALL:
+            some = [source if gated else TensorDescriptor.from_tensor(source, [r, block_k]) for r in (rows, rows // 2)]
+            outs = tile.outs // 2 if gated else tile.outs
+            kernel = tall_kernel
+            inputs = *some, TensorDescriptor.from_tensor(weight.codes.view(-1, in_size), [outs, block_k])
+        kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
+            *inputs, order, places, target, num_tiles, GroupedShape(*sizes, DOT_DTYPES[x.dtype]),
             num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
         )  # fmt: skip
 

@@ -344,6 +344,53 @@ def _product(
     tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=(outs < S.out_size)[:, None] & exists[None, :])
 
 
+@triton.jit(do_not_specialize=["num_tiles"])
+def tall_kernel(x, half, weight, order_ptr, tiles_ptr, out_ptr, num_tiles, S: tl.constexpr, PDL: tl.constexpr):
+    """As grouped_kernel, of many pairs an expert and weights that are not quantized, [E * HEIGHT, IN], which a
+    descriptor brings; h's rows, too, `half` of a tile's or all. S.gated: both are a pointer to x."""
+    take_turn(PDL)
+    tile = tl.program_id(1)
+    expert, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    HALF: tl.constexpr = S.block_rows // 2
+    if expert >= 0:
+        if end - begin <= HALF:
+            _tall_product(half, weight, order_ptr, out_ptr, expert, begin, end, S, HALF)
+        else:
+            _tall_product(x, weight, order_ptr, out_ptr, expert, begin, end, S, S.block_rows)
+
+
+@triton.jit
+def _tall_product(x, weight, order_ptr, out_ptr, expert, begin, end, S: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """As _product, whose sums these are to the bit."""
+    COLUMNS: tl.constexpr = S.block_out // 2 if S.gated else S.block_out
+    HEIGHT: tl.constexpr = 2 * S.out_size if S.gated else S.out_size
+    rows = begin + tl.arange(0, BLOCK_ROWS)
+    exists = rows < end
+    pairs = tl.load(order_ptr + rows, mask=exists, other=0)
+    source, target = (pairs // S.chosen).to(tl.int64), (rows if S.gated else pairs).to(tl.int64)
+    outs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = expert * HEIGHT + tl.program_id(0) * COLUMNS
+    sums = tl.zeros([BLOCK_ROWS, COLUMNS], tl.float32)
+    up = sums
+    for k in range(0, S.in_size, S.block_k):  # descriptors give zeros beyond the ends
+        if S.gated:
+            columns = k + tl.arange(0, S.block_k)
+            mask = exists[:, None]
+            if S.in_size % S.block_k != 0:
+                mask = mask & (columns < S.in_size)[None, :]
+            own = tl.load(x + source[:, None] * S.in_size + columns[None, :], mask=mask, other=0.0).to(S.dot)
+        else:
+            own = x.load([begin, k]).to(S.dot)  # rows of others, where the tile is not full, which nobody stores
+        sums = tl.dot(own, weight.load([first, k]).to(S.dot).T, sums, input_precision="ieee")
+        if S.gated:
+            up = tl.dot(own, weight.load([first + S.out_size, k]).to(S.dot).T, up, input_precision="ieee")
+    if S.gated:
+        sums = _silu_mul(sums, up)
+    places = out_ptr + target[:, None] * S.out_size + outs[None, :]
+    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (outs < S.out_size)[None, :])
+
+
 @triton.jit
 def combine_kernel(
     y_ptr,
