@@ -207,8 +207,8 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
             for row in own
         ]
         for row, device_s in zip(own, _told_in_time(own, device_seconds(spans, overlap)), strict=True):
-            attention = row.decode_context or 0, row.prompt_reach or 0, row.prompt_pairs or 0
-            work = Work(row.verified_tokens or 0, row.prefill_tokens, *attention)
+            slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
+            work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
             prompts = row.num_prefilling + bool(row.prefill_tokens)
             found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0))
     return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]

@@ -81,6 +81,17 @@ def test_what_ranks_take_is_estimated_from_what_one_takes(tmp_path: Path) -> Non
     assert found.costs.host_s(8) == pytest.approx(1e-4 + 8e-6)
 
 
+def test_every_rank_reads_and_hands_on_all_of_a_latent(tmp_path: Path) -> None:
+    mixture = replace(TINY, model={"path": "tiny-moe"}, parallel={"prefill": 1, "decode": 1})
+    costs.save(tmp_path / "a.yaml", a_file(mixture))
+    links = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0})
+    simulator = Simulator(dataclasses.replace(GPU, ceilings=(links,)), 1, tmp_path)
+    one, two = (simulator.setup(replace(mixture, parallel={"tensor": ranks})).found.costs for ranks in (1, 2))
+    slots = [each.device_s(Work.decode(1, 1000)) - each.device_s(Work.decode(1, 0)) for each in (one, two)]
+    assert slots[0] == pytest.approx(slots[1]) == pytest.approx(1e-5)
+    assert one.push_s(3) == two.push_s(3) > 0
+
+
 NOT_THE_SAME = {
     "model": {"kernels": "torch"},
     "graphs": {"max_prefill_tokens": 8192},
@@ -124,7 +135,7 @@ def test_steps_beyond_what_was_measured_are_counted(tmp_path: Path) -> None:
     assert found.rows_s(8, range(80, 96, 8)) == [found.device_s(Work.decode(8, context)) for context in (80, 88)]
     assert simulator.beyond() == []
     found.rows_s(9, range(90, 117, 9))
-    found.device_s(Work(0, 2, 0, 2, 3))
+    found.device_s(Work(0, 2, 0, 2, 2, 3))
     assert simulator.beyond() == [
         "50.0% of the simulated steps lie beyond what was measured, which is up to 8 rows alone and 1 tokens with "
         "prompts: their times go on as between the last two that were."
