@@ -176,6 +176,10 @@ class StepPlan(NamedTuple):
         kind = to_host, of_prefixes
         return sum(len(moved.pairs) for moved in self.transfers if (moved.to_host, moved.of_prefixes) == kind)
 
+    @property
+    def num_blocks_pushed(self) -> int:
+        return sum([len(push.pairs) for push in self.pushes])
+
     def num_files(self, written: bool) -> int:
         return sum(len(moved.files) for moved in self.transfers if moved.to_host is written)
 

@@ -6,12 +6,13 @@ never fall: steps of rows alone (one launch of a CUDA graph, and mostly the weig
 prompts in them. Attention is added to either: so much for each KV slot that a decode row reads; and of prompts so much
 for each (query, key) pair, for each slot of all rows, whose keys and values may have to be made first (of latents), and
 for each of the row that looks furthest, since whoever computes that one goes from slot to slot, however many processors
-have nothing to do. Each row beside prompts takes something more, since its attention is computed apart. What experts,
+have nothing to do. Each row beside prompts takes something more, since its attention is computed apart, and so does
+each block that kernels push to another engine meanwhile: products wait for processors that these hold. What experts,
 quantized products and collectives take grows with the tokens, too, however unevenly (each token chooses some experts,
 until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine.
 
     device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + expand_s * prompts' context
-             + pair_s * prompts' pairs + beside_s * rows beside prompts
+             + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
 """
 
@@ -55,6 +56,7 @@ class Work(NamedTuple):
     prompt_reach: int
     prompt_context: int
     prompt_pairs: int
+    pushed_blocks: int = 0  # to other engines, beside it
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
@@ -63,7 +65,8 @@ class Work(NamedTuple):
         if plan.num_decode_rows == rows and not plan.has_drafts:
             return cls(rows, 0, sum(plan.starts) + rows, 0, 0, 0)
         tokens = plan.num_prefill_tokens
-        return cls(plan.num_tokens - tokens, tokens, plan.decode_context, *plan.prompt_attention)
+        attention = plan.decode_context, *plan.prompt_attention
+        return cls(plan.num_tokens - tokens, tokens, *attention, plan.num_blocks_pushed)
 
     @classmethod
     def decode(cls, rows: int, context: int) -> Work:
@@ -124,6 +127,7 @@ class FittedCosts:
     beside_s: float = 0.0
     push_block_s: float = 0.0
     expand_s: float = 0.0
+    held_block_s: float = 0.0
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
@@ -131,6 +135,7 @@ class FittedCosts:
         if work.prompt_tokens:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.expand_s * work.prompt_context + self.beside_s * work.decode_tokens
+            attention += self.held_block_s * work.pushed_blocks
         return curve(work.decode_tokens + work.prompt_tokens) + attention
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
@@ -149,5 +154,5 @@ class FittedCosts:
     def slower(self, times: float) -> FittedCosts:
         """Of a device that takes so many times as long; the host and its links are the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
-        of_device = {name: times * getattr(self, name) for name in ATTENTION}
+        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, "held_block_s")}
         return replace(self, decode=decode, prompts=prompts, **of_device)

@@ -169,7 +169,8 @@ def test_a_pipeline_takes_the_costs_of_whole_steps(tmp_path: Path, machine: str)
 
 def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None:
     """Of a link that nobody has measured it is said that it is taken to take no time."""
-    costs.save(tmp_path / "a.yaml", a_file())
+    file = a_file()
+    costs.save(tmp_path / "a.yaml", dataclasses.replace(file, costs=dataclasses.replace(file.costs, held_block_s=1e-5)))
     apart = dataclasses.replace(TINY, parallel=ParallelConfig(prefill=1, decode=1))
     linked = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0, "to_host": 50.0})
     for machine in ("NVIDIA H200", "NVIDIA B200"):  # fitted costs, and the roofline's
@@ -183,6 +184,10 @@ def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None
         slower = Simulator(here, 1, tmp_path).setup(dataclasses.replace(apart, parallel=stream)).prompts
         assert slower is not None
         assert slower.found.costs.push_s(3) == pytest.approx(3 * block / 50e9)
+        by_kernels, by_sockets = (
+            each.found.costs.device_s(Work(0, 1, 0, 0, 0, 0, 9)) for each in (found.prompts, slower)
+        )
+        assert by_kernels - by_sockets == pytest.approx(9e-5 * (machine == "NVIDIA H200"))
     unknown = Simulator(GPU, 1, tmp_path).setup(apart)
     assert unknown.prompts is not None
     assert unknown.prompts.found.costs.push_s(3) == 0

@@ -109,6 +109,7 @@ class CostFile:
     left_out: int = 0  # steps that the fit took for hiccups
     # By kind of step, of steps that the fit has not seen.
     residuals: dict[str, Residuals] = field(default_factory=dict)
+    held: str = ""  # where held_block_s is from: an engine alone, which is calibrated, pushes nothing
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ def find(folder: Path, target: Target) -> Found:
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
         measured = replace(known.costs, push_block_s=push_s)
+        if target.config.parallel.connector is Connector.stream:  # no kernel copies
+            measured = replace(measured, held_block_s=0.0)
         if known.machine == target.machine and known.layout == layout:
             return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
         if known.machine == target.machine and known.layout == replace(layout, tensor=1):
@@ -269,7 +272,8 @@ def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
 
     decode = shared(alone.decode, lambda tokens: Work.decode(tokens, 0))
     prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0, 0))
-    shares = {**dict.fromkeys(ATTENTION, parallel.tensor), "slot_s": target.block_bytes / target.rank_block_bytes}
+    read = target.block_bytes / target.rank_block_bytes
+    shares = {**dict.fromkeys(ATTENTION, parallel.tensor), "slot_s": read, "held_block_s": read}
     attention = {name: getattr(alone, name) / share for name, share in shares.items()}
     return replace(alone, decode=decode, prompts=prompts, **attention)
 

@@ -109,7 +109,7 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     knots = [_knots(tokens[~with_prompts]), np.union1d(_knots(alone if alone.size else tokens[with_prompts]), [most])]
     curves = zip(knots, (~with_prompts, with_prompts), strict=True)
     columns = [_rises(tokens, own) * of_kind[:, None] for own, of_kind in curves]
-    matrix = np.column_stack([*columns, work[:, 2:], work[:, 0] * with_prompts])
+    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
