@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from small_runs import run as measured
@@ -30,6 +31,10 @@ def test_a_mixture_with_latents_is_calibrated_and_simulated(compose_config, tmp_
     assert known.layout.model.endswith(", 4 of 16 experts a token"), "another mixture is another model"
     assert known.costs.decode.tokens == (1, 2, 3), "the third has come beside two"
     assert set(known.residuals) == {*KINDS}
+    pushed = replace(known, costs=replace(known.costs, held_block_s=1e-5), held="elsewhere")
+    costs.save(path, pushed)
+    experiment.finish(found)
+    assert costs.read(path) == pushed, "what an engine alone cannot tell is kept"
     setup = Simulator(experiment.chosen, experiment.threads, path.parent).setup(experiment.engine)
     assert setup.found.source.startswith(f"fitted: {path.name}")
     items = [Item(tuple(range(count, 2 * count)), 5) for count in (8, 20)]
