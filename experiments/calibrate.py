@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import groupby, product
@@ -128,7 +128,10 @@ class Calibrate(Experiment):
         machine = hardware.name(device)
         names = [_slug(self._name), hardware.device_key(device), *marks]
         path = self._folder / f"{'.'.join(names)}.yaml"
-        if path.exists() and ((known := costs.read(path)).layout, known.machine) != (layout, machine):
+        known, held, fitted = costs.read(path) if path.exists() else None, "", found.costs
+        if known is not None and (known.layout, known.machine) == (layout, machine):
+            held, fitted = known.held, replace(fitted, held_block_s=known.costs.held_block_s)
+        elif known is not None:
             own = costs.differences(known.layout, layout).items()  # what is known stays
             names += [_slug(f"{name}-{value}") for name, value in own] or [_slug(machine)]
             path = self._folder / f"{'.'.join(names)}.yaml"
@@ -140,9 +143,10 @@ class Calibrate(Experiment):
                 measured=datetime.now(timezone.utc).date().isoformat(),
                 how=f"torch {torch.__version__}: {sum(row.variant == FIT for row in findings.steps)} steps of one pass "
                 f"over {len({row.point for row in findings.steps})} loads; residuals are of another pass",
-                costs=found.costs,
+                costs=fitted,
                 left_out=found.left_out,
                 residuals=checked,
+                held=held,
             ),
         )
         print(f"costs    {path}", file=sys.stderr)
@@ -207,8 +211,8 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
             for row in own
         ]
         for row, device_s in zip(own, _told_in_time(own, device_seconds(spans, overlap)), strict=True):
-            attention = row.decode_context or 0, row.prompt_reach or 0, row.prompt_pairs or 0
-            work = Work(row.verified_tokens or 0, row.prefill_tokens, *attention)
+            slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
+            work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
             prompts = row.num_prefilling + bool(row.prefill_tokens)
             found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0))
     return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]

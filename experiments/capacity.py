@@ -271,19 +271,21 @@ class Capacity(Experiment):
             )
 
     def _others(self, best: Plan) -> list[Plan]:
-        """The next ones, each of which differs in another setting, and by more than the simulator is off: whether the
-        winner is one shows beside them."""
-        others: dict[str, Plan] = {}
+        """The next ones, of different settings where there are such, that differ by more than the simulator is off:
+        whether the winner is one shows beside them. Those that break the promise, too, with no more GPUs."""
+        firsts, rest = dict[str, Plan](), list[Plan]()
         for key, plan in sorted(self._neighbours(best), key=lambda each: each[1].order):
             told = plan.gpus != best.gpus or abs(plan.used - best.used) > TIE * best.used
-            if told and plan.keeps and plan.measured is best.measured:
-                others.setdefault(key, plan)
-        return list(others.values())[:LOSERS]
+            fits = plan.keeps or (plan.gpus <= best.gpus and not plan.alone)
+            if told and fits and plan.measured is best.measured and firsts.setdefault(key, plan) is not plan:
+                rest.append(plan)
+        return [*firsts.values(), *rest][:LOSERS]
 
     def _beside(self, best: Plan) -> Iterator[str]:
         others = self._others(best)
         for plan in others:
-            yield f"To be measured beside it: {plan.words}, {plan.point.name}. {self._start(plan)}"
+            breaks = "" if plan.keeps else ", which is to break the promise"
+            yield f"To be measured beside it: {plan.words}, {plan.point.name}{breaks}. {self._start(plan)}"
         named = dict(zip(("winner", "second", "third"), [best, *others], strict=False))
         if line := plan_commands.measuring(self._config, self._typed, self._base, named, self.spec.slo):
             yield f"What measures {'these' if others else 'it'}, beside what is predicted: {line}"

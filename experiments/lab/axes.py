@@ -2,13 +2,14 @@
 
 An experiment is one file; under `scales:` it says what differs at each scale, and under `via:` at each way beside
 in_process. Of these `register` makes config nodes, one for each (experiment, scale, way), which the last line of the
-defaults list in conf/config.yaml names: so Hydra merges them after the experiment and before the command line.
+defaults list in conf/config.yaml names: so Hydra merges them after the experiment and before the command line. A list
+replaces another, but `limits` add up: those of all, then those of the scale and of the way.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ GROUP = "at"
 IN_PROCESS, HTTP, URL = "in_process", "http", "url"  # of conf/via/
 OWN = "own"  # the scale of an experiment that names none, and says itself what it measures
 NO_SCALE = "none"  # of experiments without a model
+LIMITS = "limits"  # of an experiment: what its numbers do not say
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,25 @@ def register(folder: Path, only: str = "*") -> None:
     for path in sorted(folder.glob(f"{only}.yaml")):
         if path.name.startswith("_"):
             continue
-        for scale, via, content in nodes(OmegaConf.load(path)):
+        for scale, via, content in nodes(OmegaConf.load(path), _limits(_whole(path))):
             name = f"{path.stem}.{scale}.{via}"
             store.store(name, _merged(content, {"axes": {"node": name}}), GROUP, "_global_")
 
 
-def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(scale, way, what the experiment's file says for both). Of any server it says what it says of ours."""
+def nodes(experiment: Any, limits: Sequence[str] = ()) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(scale, way, what the experiment's file says for both, behind the `limits` of all). Of any server it says what it
+    says of ours."""
     scales, ways = plain(experiment.get("scales")), plain(experiment.get("via"))
-    for scale, own in scales.items():
-        yield scale, IN_PROCESS, own or {}
+    common = {"experiment": {LIMITS: [*limits]}} if limits else {}
+    for scale, content in scales.items():
+        own = _merged(common, content or {})
+        yield scale, IN_PROCESS, own
         for via in dict.fromkeys((*ways, URL)) if scale != NO_SCALE else ():
             said = dict(ways.get(via) or ways.get(HTTP) or {})
             of_scale = said.pop("scales", {})
             if scale in of_scale or via == URL:
                 both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
-                yield scale, via, functools.reduce(_merged, (own or {}, said, both or {}))
+                yield scale, via, functools.reduce(_merged, (own, said, both or {}))
 
 
 @functools.cache
@@ -69,10 +74,19 @@ def said(experiment: str, scale: str, via: str, conf: Path = CONF) -> dict[str, 
     """What the files of the experiment and of the scale say of both, in the order in which Hydra merges them, which
     takes half a second for all that others say; None where they say nothing of that scale and way."""
     path = conf / "experiment" / f"{experiment}.yaml"
-    known = {(s, v): content for s, v, content in nodes(read(path))} if path.is_file() else {}
+    own = _whole(path)
+    known = {(s, v): content for s, v, content in nodes(read(path), _limits(own))} if path.is_file() else {}
     at = known.get((scale, via), {} if path.is_file() and not known and scale == OWN else None)
-    files = [*with_parents(conf / "scale" / f"{scale}.yaml"), *with_parents(path)]
-    return None if at is None else functools.reduce(_merged, (*map(read, files), at))
+    return None if at is None else functools.reduce(_merged, (_whole(conf / "scale" / f"{scale}.yaml"), own, at))
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """What a file says with those that it builds on; empty where there is none."""
+    return functools.reduce(_merged, map(read, with_parents(path)), {})
+
+
+def _limits(said: Mapping[str, Any]) -> list[str]:
+    return list(said.get("experiment", {}).get(LIMITS, ()))
 
 
 def with_parents(path: Path) -> list[Path]:
@@ -114,9 +128,12 @@ def chosen(config: DictConfig) -> Axes:
 
 
 def _merged(node: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """As OmegaConf merges, which takes twenty times as long."""
+    """As OmegaConf merges, which takes twenty times as long; but limits add up."""
     both = {key for key in changes if isinstance(node.get(key), dict) and isinstance(changes[key], dict)}
-    return {**node, **changes, **{key: _merged(node[key], changes[key]) for key in both}}
+    merged = {**node, **changes, **{key: _merged(node[key], changes[key]) for key in both}}
+    if LIMITS in node and LIMITS in changes:
+        merged[LIMITS] = list(dict.fromkeys([*node[LIMITS], *changes[LIMITS]]))
+    return merged
 
 
 def plain(node: Any) -> dict[str, Any]:

@@ -161,19 +161,24 @@ class StepPlan(NamedTuple):
         return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
 
     @property
-    def prompt_attention(self) -> tuple[int, int]:
-        """Of prompt rows: the KV slots that the one which looks furthest attends to, its own tokens' among them, and
-        the (query, key) pairs of all."""
-        reach = pairs = 0
+    def prompt_attention(self) -> tuple[int, int, int]:
+        """Of prompt rows: the KV slots that the one which looks furthest attends to, its own tokens' among them, those
+        of all rows, and the (query, key) pairs of all."""
+        reach = context = pairs = 0
         for row in range(self.num_decode_rows, len(self.counts)):
             start, count = self.starts[row], self.counts[row]
             reach = max(reach, start + count)
+            context += start + count
             pairs += count * start + count * (count + 1) // 2
-        return reach, pairs
+        return reach, context, pairs
 
     def num_blocks_moved(self, to_host: bool, of_prefixes: bool) -> int:
         kind = to_host, of_prefixes
         return sum(len(moved.pairs) for moved in self.transfers if (moved.to_host, moved.of_prefixes) == kind)
+
+    @property
+    def num_blocks_pushed(self) -> int:
+        return sum([len(push.pairs) for push in self.pushes])
 
     def num_files(self, written: bool) -> int:
         return sum(len(moved.files) for moved in self.transfers if moved.to_host is written)
@@ -258,8 +263,9 @@ class StepRecord(NamedTuple):
     expert_tokens: tuple[tuple[int, ...], ...] = ()
     rank_tokens: tuple[tuple[int, ...], ...] = ()  # the same by the rank that computed them; empty where there is one
     expert_traffic: ExpertTraffic | None = None  # of rank 0; None where nobody counts, or there is one rank
-    decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
+    decode_context: int = 0  # as of a StepPlan, like the next three: what simulation/costs.py is fitted to
     prompt_reach: int = 0
+    prompt_context: int = 0
     prompt_pairs: int = 0
     host_hit_tokens: int = 0  # of prefix_hit_tokens
     disk_hit_tokens: int = 0  # of prefix_hit_tokens

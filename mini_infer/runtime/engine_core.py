@@ -178,7 +178,7 @@ class EngineCore:
         plan, scheduler = step.plan, self.scheduler
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
-        reach, pairs = plan.prompt_attention
+        reach, context, pairs = plan.prompt_attention
         num_dropped = sum(ending.num_dropped for ending in endings)
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
@@ -215,6 +215,7 @@ class EngineCore:
             expert_traffic=result.expert_traffic,
             decode_context=plan.decode_context,
             prompt_reach=reach,
+            prompt_context=context,
             prompt_pairs=pairs,
             host_hit_tokens=plan.host_hit_tokens,
             disk_hit_tokens=plan.disk_hit_tokens,

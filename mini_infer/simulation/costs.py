@@ -4,13 +4,15 @@
 The runner has two kinds of step, and each has a curve of its own over the tokens computed, in straight pieces that
 never fall: steps of rows alone (one launch of a CUDA graph, and mostly the weights' way through memory) and steps with
 prompts in them. Attention is added to either: so much for each KV slot that a decode row reads; and of prompts so much
-for each (query, key) pair, and for each slot of the row that looks furthest, since whoever computes that one goes from
-slot to slot, however many processors have nothing to do. Each row beside prompts takes something more, since its
-attention is computed apart. What experts, quantized products and collectives take grows with the tokens, too, and lies
-in the curves, which therefore belong to one model, layout and machine.
+for each (query, key) pair, for each slot of all rows, whose keys and values may have to be made first (of latents), and
+for each of the row that looks furthest, since whoever computes that one goes from slot to slot, however many processors
+have nothing to do. Each row beside prompts takes something more, since its attention is computed apart, and so does
+each block that kernels push to another engine meanwhile: products wait for processors that these hold. What experts,
+quantized products and collectives take grows with the tokens, too, however unevenly (each token chooses some experts,
+until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine.
 
-    device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + pair_s * prompts' pairs
-             + beside_s * rows beside prompts
+    device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + expand_s * prompts' context
+             + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
 """
 
@@ -50,23 +52,26 @@ class Work(NamedTuple):
 
     decode_tokens: int  # of running requests: last ones, and drafts
     prompt_tokens: int
-    decode_context: int  # as of a StepPlan, like the next two
+    decode_context: int  # as of a StepPlan, like the next three
     prompt_reach: int
+    prompt_context: int
     prompt_pairs: int
+    pushed_blocks: int = 0  # to other engines, beside it
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
         plan = plan.as_decode_rows() or plan  # as the runner takes it on a GPU
         rows = len(plan.req_indices)
         if plan.num_decode_rows == rows and not plan.has_drafts:
-            return cls(rows, 0, sum(plan.starts) + rows, 0, 0)
+            return cls(rows, 0, sum(plan.starts) + rows, 0, 0, 0)
         tokens = plan.num_prefill_tokens
-        return cls(plan.num_tokens - tokens, tokens, plan.decode_context, *plan.prompt_attention)
+        attention = plan.decode_context, *plan.prompt_attention
+        return cls(plan.num_tokens - tokens, tokens, *attention, plan.num_blocks_pushed)
 
     @classmethod
     def decode(cls, rows: int, context: int) -> Work:
         """A step of rows alone, which attend to so many slots."""
-        return cls(rows, 0, context, 0, 0)
+        return cls(rows, 0, context, 0, 0, 0)
 
 
 class StepCosts(Protocol):
@@ -106,6 +111,9 @@ class Curve:
         return {}
 
 
+ATTENTION = ("slot_s", "reach_s", "expand_s", "pair_s", "beside_s")  # what the device takes beside a curve
+
+
 @dataclass(frozen=True)
 class FittedCosts:
     decode: Curve  # steps of rows alone
@@ -118,13 +126,16 @@ class FittedCosts:
     block_s: float = 0.0
     beside_s: float = 0.0
     push_block_s: float = 0.0
+    expand_s: float = 0.0
+    held_block_s: float = 0.0
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
         attention = self.slot_s * work.decode_context
         if work.prompt_tokens:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
-            attention += self.beside_s * work.decode_tokens
+            attention += self.expand_s * work.prompt_context + self.beside_s * work.decode_tokens
+            attention += self.held_block_s * work.pushed_blocks
         return curve(work.decode_tokens + work.prompt_tokens) + attention
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
@@ -143,5 +154,5 @@ class FittedCosts:
     def slower(self, times: float) -> FittedCosts:
         """Of a device that takes so many times as long; the host and its links are the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
-        of_device = {name: times * getattr(self, name) for name in ("slot_s", "reach_s", "pair_s", "beside_s")}
+        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, "held_block_s")}
         return replace(self, decode=decode, prompts=prompts, **of_device)

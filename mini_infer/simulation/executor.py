@@ -92,8 +92,8 @@ class SimulatedExecutor(Executor):
             self._copies.append((self._copying_until, transfer.transfer_id))
         end = clock.now
         if plan.pushes:  # from the first layers on
-            blocks = sum([len(push.pairs) for push in plan.pushes])
-            self._link_free_at = max(self._link_free_at, end, self._free_at[0]) + self.costs.push_s(blocks)
+            begin = max(self._link_free_at, end, self._free_at[0])
+            self._link_free_at = begin + self.costs.push_s(plan.num_blocks_pushed)
         if plan.req_indices:
             share = self.costs.device_s(Work.of(plan)) / self.stages
             if self.stages > 1:  # the first one waits for tokens of the last one

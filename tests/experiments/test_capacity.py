@@ -286,6 +286,17 @@ def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_ot
     assert [(plan.gpus, plan.replicas) for plan in experiment._others(best)] == [(3, 3), (5, 5)], "of two settings"
 
 
+def test_beside_a_winner_with_all_gpus_stand_those_that_break_the_promise_with_as_many(compose_config) -> None:
+    """Where no more may be had; of one setting both, where there is no other."""
+    found = plan(compose_config, {"engine.scheduler.max_num_seqs": [1, 2, 8]}, slo=(600, 100), most_replicas=1)
+    assert found.answer.startswith("The fewest: 1 GPU, replicas=1. ")
+    others = [note.partition(". Start")[0] for note in found.notes if note.startswith("To be measured beside it")]
+    assert [told.removeprefix("To be measured beside it: 1 GPU, ") for told in others] == [
+        "max_num_seqs=2 replicas=1, which is to break the promise",
+        "max_num_seqs=1 replicas=1, which is to break the promise",
+    ]
+
+
 TRACE = ["experiment=capacity", *DRY, "workload=trace", "workload.rate_scale=2", "workload.limit=60"]
 
 

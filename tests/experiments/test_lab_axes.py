@@ -421,6 +421,20 @@ def test_nodes_are_the_files_scales_and_ways():
     assert found[("b", "url")] == {"engine": {"y": 2}}
 
 
+def test_limits_of_a_scale_and_a_way_stand_behind_those_of_all():
+    """Nothing is said twice."""
+    node = OmegaConf.create(
+        {
+            "scales": {"a": {"experiment": {"limits": ["of a", "of all"]}}, "b": None},
+            "via": {"http": {"experiment": {"limits": ["over HTTP"]}, "scales": ["a"]}},
+        }
+    )
+    said = {(s, via): content["experiment"]["limits"] for s, via, content in axes.nodes(node, ["of all"])}
+    assert said[("b", "in_process")] == ["of all"]
+    assert said[("a", "http")] == ["of all", "of a", "over HTTP"]
+    assert said[("b", "url")] == ["of all", "over HTTP"]
+
+
 # Runs
 
 

@@ -44,6 +44,7 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
     assert (settled.axes.scale, settled.axes.via) == (scale, via)
     said, composed = axes.said(name, scale, via), schema.plain(settled.config)
     assert said["experiment"].get("claims") == composed["experiment"].get("claims"), "without Hydra it says the same"
+    assert len(said["experiment"].get("limits", ())) == len(composed["experiment"].get("limits") or ())
     assert said.get("engine", {}).get("model", {}).get("device") in (None, composed["engine"]["model"]["device"])
     model = Path(settled.config.engine.model.path).name
     assert settled.axes.model == ("" if scale == axes.NO_SCALE else model), "titles name what is measured"

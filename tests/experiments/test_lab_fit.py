@@ -21,6 +21,7 @@ PLANTED = FittedCosts(
     pair_s=2e-10,
     plan_s=1e-4,
     row_s=2e-6,
+    expand_s=1e-7,
 )
 
 
@@ -30,9 +31,10 @@ def steps(noise: float, seed: int = 0) -> list[MeasuredStep]:
         rows = rng.choice(PLANTED.decode.tokens)
         found.append((Work.decode(rows, rows * rng.randrange(10, 8000)), rows))
         beside, prompt = rng.choice([0, 4, 16]), rng.choice([8, 64, 512, 2048])
-        start = rng.randrange(4000)
+        start, elsewhere = rng.randrange(4000), rng.randrange(20_000)  # of this prompt, and of others, in the cache
         pairs = prompt * start + prompt * (prompt + 1) // 2
-        found.append((Work(beside, prompt, beside * 1000, start + prompt, pairs), beside + 1))
+        context = start + prompt + elsewhere
+        found.append((Work(beside, prompt, beside * 1000, start + prompt, context, pairs), beside + 1))
     return [
         MeasuredStep(work, rows, PLANTED.device_s(work) * (1 + rng.gauss(0, noise)), PLANTED.host_s(rows))
         for work, rows in found
@@ -45,10 +47,11 @@ def test_a_fit_recovers_what_was_planted(noise: float, near: float) -> None:
     for work in [
         Work.decode(4, 4000),
         Work.decode(64, 64000),
-        Work(0, 2032, 0, 2032, 2_000_000),
-        Work(16, 496, 16000, 600, 130_000),
+        Work(0, 2032, 0, 2032, 2032, 2_000_000),
+        Work(16, 496, 16000, 600, 9000, 130_000),
     ]:
         assert found.device_s(work) == pytest.approx(PLANTED.device_s(work), rel=near)
+    assert found.expand_s == pytest.approx(PLANTED.expand_s, rel=2 * near)
     assert (found.plan_s, found.row_s) == pytest.approx((PLANTED.plan_s, PLANTED.row_s))
     assert residuals(found, steps(0.0, seed=1))["decode"].median <= near
 
@@ -99,10 +102,15 @@ def test_the_device_works_from_end_to_end_where_steps_overlap() -> None:
 
 
 def test_the_work_of_a_plan() -> None:
-    """Rows at 10 and 20, the second with two drafts; a prompt's tokens 4 to 8 see 5, 6, 7 and 8."""
-    plan = StepPlan(1, [0, 1, 2], [10, 20, 4], [1, 3, 4], [True, True, False], num_decode_rows=2)
+    """Rows at 10 and 20, the second with two drafts; a prompt's tokens 4 to 8 see 5, 6, 7 and 8, another's one 6."""
+    plan = StepPlan(1, [0, 1, 2, 3], [10, 20, 4, 5], [1, 3, 4, 1], [True, True, False, True], num_decode_rows=2)
     assert Work.of(plan) == Work(
-        decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_reach=8, prompt_pairs=26
+        decode_tokens=4,
+        prompt_tokens=5,
+        decode_context=11 + 23,
+        prompt_reach=8,
+        prompt_context=8 + 6,
+        prompt_pairs=26 + 6,
     )
 
 

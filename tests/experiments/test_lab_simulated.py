@@ -81,6 +81,17 @@ def test_what_ranks_take_is_estimated_from_what_one_takes(tmp_path: Path) -> Non
     assert found.costs.host_s(8) == pytest.approx(1e-4 + 8e-6)
 
 
+def test_every_rank_reads_and_hands_on_all_of_a_latent(tmp_path: Path) -> None:
+    mixture = replace(TINY, model={"path": "tiny-moe"}, parallel={"prefill": 1, "decode": 1})
+    costs.save(tmp_path / "a.yaml", a_file(mixture))
+    links = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0})
+    simulator = Simulator(dataclasses.replace(GPU, ceilings=(links,)), 1, tmp_path)
+    one, two = (simulator.setup(replace(mixture, parallel={"tensor": ranks})).found.costs for ranks in (1, 2))
+    slots = [each.device_s(Work.decode(1, 1000)) - each.device_s(Work.decode(1, 0)) for each in (one, two)]
+    assert slots[0] == pytest.approx(slots[1]) == pytest.approx(1e-5)
+    assert one.push_s(3) == two.push_s(3) > 0
+
+
 NOT_THE_SAME = {
     "model": {"kernels": "torch"},
     "graphs": {"max_prefill_tokens": 8192},
@@ -124,7 +135,7 @@ def test_steps_beyond_what_was_measured_are_counted(tmp_path: Path) -> None:
     assert found.rows_s(8, range(80, 96, 8)) == [found.device_s(Work.decode(8, context)) for context in (80, 88)]
     assert simulator.beyond() == []
     found.rows_s(9, range(90, 117, 9))
-    found.device_s(Work(0, 2, 0, 2, 3))
+    found.device_s(Work(0, 2, 0, 2, 2, 3))
     assert simulator.beyond() == [
         "50.0% of the simulated steps lie beyond what was measured, which is up to 8 rows alone and 1 tokens with "
         "prompts: their times go on as between the last two that were."
@@ -158,7 +169,8 @@ def test_a_pipeline_takes_the_costs_of_whole_steps(tmp_path: Path, machine: str)
 
 def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None:
     """Of a link that nobody has measured it is said that it is taken to take no time."""
-    costs.save(tmp_path / "a.yaml", a_file())
+    file = a_file()
+    costs.save(tmp_path / "a.yaml", dataclasses.replace(file, costs=dataclasses.replace(file.costs, held_block_s=1e-5)))
     apart = dataclasses.replace(TINY, parallel=ParallelConfig(prefill=1, decode=1))
     linked = dataclasses.replace(GPU.ceilings[0], link_gb_s={"to_peer": 400.0, "to_host": 50.0})
     for machine in ("NVIDIA H200", "NVIDIA B200"):  # fitted costs, and the roofline's
@@ -172,6 +184,10 @@ def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None
         slower = Simulator(here, 1, tmp_path).setup(dataclasses.replace(apart, parallel=stream)).prompts
         assert slower is not None
         assert slower.found.costs.push_s(3) == pytest.approx(3 * block / 50e9)
+        by_kernels, by_sockets = (
+            each.found.costs.device_s(Work(0, 1, 0, 0, 0, 0, 9)) for each in (found.prompts, slower)
+        )
+        assert by_kernels - by_sockets == pytest.approx(9e-5 * (machine == "NVIDIA H200"))
     unknown = Simulator(GPU, 1, tmp_path).setup(apart)
     assert unknown.prompts is not None
     assert unknown.prompts.found.costs.push_s(3) == 0

@@ -156,12 +156,12 @@ def apart(
     overlap: bool = True,
     skips: bool = True,
     blocks: int = LIMITS.num_blocks,
-    push_block_s: float = 0.0,
+    **costs: float,
 ) -> Cluster:
-    """Engines for prompts, and engines that decode."""
+    """Engines for prompts, and engines that decode. `costs`: of those of a step, others."""
     both = ParallelConfig(prefill=prefill, decode=decode, hand_over=HandOver.always)
-    limits, costs = replace(LIMITS, num_blocks=blocks), replace(COSTS, push_block_s=push_block_s)
-    engines = [replica(overlap, skips, replace(CONFIG, parallel=one), limits, costs) for one in both.of_engines]
+    each = replace(LIMITS, num_blocks=blocks), replace(COSTS, **costs)
+    engines = [replica(overlap, skips, replace(CONFIG, parallel=one), *each) for one in both.of_engines]
     return Cluster(engines, Router(both.routing, len(engines), CONFIG.cache))
 
 
@@ -206,6 +206,17 @@ def test_blocks_on_their_way_hold_up_who_waits_for_them() -> None:
         assert moved.copying == pytest.approx(3 * push_s)
         assert moved.arrived == pytest.approx(moved.computed if hidden else begun + 3 * push_s, rel=1e-12)
         assert request.token_times[0] == pytest.approx(moved.arrived + begun + 4e-3 + 10e-8, rel=1e-12)
+
+
+def test_blocks_hold_up_the_step_that_they_are_pushed_beside() -> None:
+    computed = []
+    for held in (0.0, 1e-4):
+        two = apart(1, 1, held_block_s=held)
+        moved = two.send("a", range(10), 2)
+        assert two.advance() is moved
+        assert moved.handover is not None
+        computed.append(moved.handover.computed)
+    assert computed[1] - computed[0] == pytest.approx(3e-4)
 
 
 def test_an_engines_pushes_take_turns() -> None:

@@ -75,9 +75,10 @@ def test_a_row_beside_a_prompt_takes_longer() -> None:
 
 
 def test_a_slower_device_has_the_same_host() -> None:
-    slower, rows = replace(COSTS, push_block_s=2e-5).slower(3.0), range(1000, 1100, 7)
-    for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 20_000)):
-        assert slower.device_s(work) == pytest.approx(3 * COSTS.device_s(work), rel=1e-12)
+    own = replace(COSTS, push_block_s=2e-5, expand_s=1e-6, held_block_s=1e-5)
+    slower, rows = own.slower(3.0), range(1000, 1100, 7)
+    for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 1200, 20_000, 12)):
+        assert slower.device_s(work) == pytest.approx(3 * own.device_s(work), rel=1e-12)
     assert slower.rows_s(7, rows) == pytest.approx([3 * seconds for seconds in COSTS.rows_s(7, rows)], rel=1e-12)
     assert (slower.host_s(5), slower.copy_s(5), slower.push_s(5)) == (COSTS.host_s(5), COSTS.copy_s(5), 1e-4)
 

@@ -27,8 +27,9 @@ from experiments.lab.store.rows import converter
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
-from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_simulated
+from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.modeling.spec import ModelSpec, MoESpec
+from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
@@ -76,8 +77,11 @@ class Layout:
         """Raises ConfigError where it is none that can be simulated."""
         require_simulated(config)
         overlap, attention = config.scheduler.overlap, config.attention
+        routers = [layer.feed_forward.router for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
+        experts = f", {routers[0].top_k} of {routers[0].num_experts} experts a token" if routers else ""
+        model = f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens"
         return cls(
-            model=f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens",
+            model=model + experts,
             dtype=str(dtype).removeprefix("torch."),
             quantization="none" if spec.quantization is None else spec.quantization.describe(),
             kv="fp8" if spec.fp8_kv else "model's",
@@ -105,6 +109,7 @@ class CostFile:
     left_out: int = 0  # steps that the fit took for hiccups
     # By kind of step, of steps that the fit has not seen.
     residuals: dict[str, Residuals] = field(default_factory=dict)
+    held: str = ""  # where held_block_s is from: an engine alone, which is calibrated, pushes nothing
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,12 @@ class Target:
     @property
     def block_bytes(self) -> int:
         return self.spec.kv_layout(self.dtype).bytes_per_block(self.config.cache.block_size)
+
+    @property
+    def rank_block_bytes(self) -> int:
+        """That one of the ranks has which share each layer: its heads of it, or all of a latent."""
+        own = of_each_rank(self.spec, self.config.parallel.tensor)
+        return replace(self, spec=own).block_bytes
 
 
 def served(config: EngineConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
@@ -158,6 +169,8 @@ def find(folder: Path, target: Target) -> Found:
     for path in sorted(folder.glob("*.yaml")):
         known = read(path)
         measured = replace(known.costs, push_block_s=push_s)
+        if target.config.parallel.connector is Connector.stream:  # no kernel copies
+            measured = replace(measured, held_block_s=0.0)
         if known.machine == target.machine and known.layout == layout:
             return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
         if known.machine == target.machine and known.layout == replace(layout, tensor=1):
@@ -242,7 +255,8 @@ class Roofline:
 
 def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
     """An estimate for ranks that share each layer: a step of one device, as much shorter as the roofline says, and two
-    sums a layer, that of embeddings, and the logits, one after the other. Attention is shared by heads."""
+    sums a layer, that of embeddings, and the logits, one after the other. Attention is shared by heads, and what decode
+    rows read as their cache is: every rank has all latents."""
     assert target.ceilings is not None
     parallel, spec = target.config.parallel, target.spec
     single = replace(target, config=replace(target.config, parallel=replace(parallel, tensor=1)))
@@ -257,8 +271,10 @@ def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
         return Curve(curve.tokens, tuple(np.maximum.accumulate(seconds).tolist()))
 
     decode = shared(alone.decode, lambda tokens: Work.decode(tokens, 0))
-    prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0))
-    attention = {name: getattr(alone, name) / parallel.tensor for name in ("slot_s", "reach_s", "pair_s", "beside_s")}
+    prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0, 0))
+    read = target.block_bytes / target.rank_block_bytes
+    shares = {**dict.fromkeys(ATTENTION, parallel.tensor), "slot_s": read, "held_block_s": read}
+    attention = {name: getattr(alone, name) / share for name, share in shares.items()}
     return replace(alone, decode=decode, prompts=prompts, **attention)
 
 
@@ -272,7 +288,7 @@ def push_block_s(target: Target) -> float:
         rate = known.copy_gb_s / 2  # of bytes read and bytes written
     else:
         rate = known.link_gb_s.get("to_host" if parallel.connector is Connector.stream else "to_peer", 0.0)
-    return target.block_bytes / parallel.ranks / (rate * 1e9) if rate else 0.0
+    return target.rank_block_bytes / parallel.pipeline / (rate * 1e9) if rate else 0.0
 
 
 def read(path: Path) -> CostFile:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work
+from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, StepCosts, Work
 
 MOST_KNOTS = 24  # of a curve
 OUTLIERS = 5.0  # times the median error: a step that is further off met something else than its work
@@ -109,16 +109,16 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     knots = [_knots(tokens[~with_prompts]), np.union1d(_knots(alone if alone.size else tokens[with_prompts]), [most])]
     curves = zip(knots, (~with_prompts, with_prompts), strict=True)
     columns = [_rises(tokens, own) * of_kind[:, None] for own, of_kind in curves]
-    matrix = np.column_stack([*columns, work[:, 2:], work[:, 0] * with_prompts])
+    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
-        for own, rise in zip(knots, np.split(solution[:-4], [len(knots[0])]), strict=True)
+        for own, rise in zip(knots, np.split(solution[:-5], [len(knots[0])]), strict=True)
     )
-    slot_s, reach_s, pair_s, beside_s = solution[-4:].tolist()
+    attention = dict(zip(ATTENTION, solution[-5:].tolist(), strict=True))
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
-    return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s, beside_s)
+    return FittedCosts(decode, prompts, plan_s=plan_s, row_s=row_s, block_s=block_s, **attention)
 
 
 def _knots(tokens: Array) -> Array:

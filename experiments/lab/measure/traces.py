@@ -183,6 +183,7 @@ class StepRow:
     prompt_reach: int | None = None
     prompt_pairs: int | None = None
     host_s: float | None = None  # to schedule it and to book it
+    prompt_context: int | None = None
 
 
 @dataclass(frozen=True)
