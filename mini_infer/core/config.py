@@ -166,7 +166,7 @@ class AttentionConfig:
     prefill: AttentionChoice = AttentionChoice.auto  # of prompts
     decode: AttentionChoice = AttentionChoice.auto  # of requests that decode
     mla: MLAForm = MLAForm.auto  # of models with multi-head latent attention; others have but one form
-    mla_crossover: int = 128  # mla=auto: prompts with no more new tokens absorb, too; by a count, not measured
+    mla_crossover: int = 32  # mla=auto: prompts with no more new tokens absorb, too (reports/mla_crossover.md)
 
     def __post_init__(self) -> None:
         coerce(self)

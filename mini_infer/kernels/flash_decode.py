@@ -124,7 +124,9 @@ def make_parts(
     if num_rows > MAX_ROWS:
         return None
     target = max(1, num_sms(q.device) // num_packs)
-    num_parts = num_rows + (1 if at_most else 2) * target
+    # Rounded down, the shares of rows that are split come to the target at most, and the other rows have a part each.
+    # One program more than SMs would start when the first had ended, and the next kernel only then.
+    num_parts = num_rows - 1 + target if at_most else num_rows + 2 * target
     fields = torch.empty((num_parts, _FIELDS.value), dtype=torch.int32, device=q.device)
     _split_rows_kernel[(num_parts,)](
         fields, seq_lens, num_rows, target, UNBOUNDED if window is None else window,
