@@ -155,7 +155,7 @@ class Result:
     @cached_property
     def table(self) -> Table:
         """With searches as their passes have bracketed the knee, those outside of the range among them."""
-        return Table(knees.bracketed(self.rows, self.info.points, self.info.config))
+        return Table(knees.bracketed(self.rows, self.info.points, self.info.config), self.info.is_simulated)
 
     def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
         """Those that count, by process and repeat."""
@@ -167,16 +167,11 @@ class Result:
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
-        return self._of_seeds(stats.absolute(values, about is not None and about.share)) if values else None
+        return stats.absolute(values, about is not None and about.share) if values else None
 
     def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> Estimate | None:
         """Of two (variant, point), as stats.ratio."""
-        return self._of_seeds(stats.ratio(self.values(*cell, metric), self.values(*reference, metric)))
-
-    def _of_seeds(self, found: Estimate | None) -> Estimate | None:
-        """What a simulator's repeats on one seed differ by says nothing of another seed."""
-        one = found is not None and self.info.is_simulated and found.processes == 1
-        return replace(found, low=found.median, high=found.median) if found and one else found
+        return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 
     @property
     def repeats(self) -> int:
