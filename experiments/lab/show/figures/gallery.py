@@ -107,7 +107,6 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for index, (ax, (panel, own)) in enumerate(zip(axes, every, strict=False)):
         here, before = groups[index], groups[index - 1] if index % columns else None
-        frame.tidy(ax, "x" if here else "y")
         named = here is None or before is None or before.names != here.names
         if why := _panel(ax, panel, own, here, named):
             frame.nothing(ax, why)
@@ -127,11 +126,11 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     if groups is not None and groups.out_of:
         words.append(f"the best {len(groups.names)} of {groups.out_of}")
     words.append(f"{metric.better.value} is better")
-    ax.set_title(", ".join(words), fontsize=8, color=frame.INK)
+    ax.set_title(", ".join(words))
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
     if groups is not None:
-        ax.set_xlabel(frame.axis_label(metric, 32), fontsize=9)
+        ax.set_xlabel(frame.axis_label(metric, 32))
         return (not named and groups.alike) or ("" if bars.draw(ax, groups, named) else NO_VALUE)
     is_curve = panel.kind is PanelKind.curve
     places = {} if is_curve else lines.draw(ax, panel, result)
@@ -139,7 +138,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return NO_VALUE
     positive = all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
     frame.scale(ax.yaxis, panel.log_y and positive, metric.share)
-    ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
+    ax.set_ylabel(frame.axis_label(metric, 36))
     lines.bounds(ax, panel, result, places)
     return ""
 

@@ -87,7 +87,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
         frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
     else:
         frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
-    ax.set_xlabel(panel.x_label or wording.setting(key), fontsize=9)
+    ax.set_xlabel(panel.x_label or wording.setting(key))
     return {p: place_of[x] for p, x in at_x.items()}
 
 
@@ -115,11 +115,11 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
             for name, at_x, at_y in zip(short or names, x.medians, y.medians, strict=True):
                 ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
             if short:
-                ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
+                ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})")
             named = True
     if drawn:
         frame.scale(ax.xaxis, panel.log_x)
-    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44), fontsize=9)
+    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44))
     return drawn
 
 
@@ -227,8 +227,8 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         ax.set_xscale("log")
         frame.ticks(ax.xaxis, spread(sorted(set(places)), np.log))
     frame.scale(ax.yaxis)
-    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)), fontsize=9)
-    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
+    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
+    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")
     return bool(places)
 
 
@@ -281,6 +281,6 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     if found:
         frame.scale(ax.xaxis, log=True)
         frame.scale(ax.yaxis)
-        ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44), fontsize=9)
-        ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36), fontsize=9)
+        ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44))
+        ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36))
     return bool(found)

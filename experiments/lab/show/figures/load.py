@@ -35,10 +35,9 @@ def pareto_of(result: Result) -> tuple[Result, str] | None:
 def pareto(result: Result, latency: str) -> Figure:
     """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
     figure, ax = frame.one(HEIGHT, WIDTH)
-    ax.set_title("up and left is better", fontsize=8, color=frame.INK)
+    ax.set(title="up and left is better", ylabel=frame.axis_label(result.info.metrics[SPEED], 36))
     lines.curve(ax, PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True), result)
     frame.scale(ax.yaxis, log=True)
-    ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
     frame.legend(figure, [ax])
     return figure
 
@@ -55,10 +54,9 @@ def goodput(result: Result, knee: str) -> Figure:
     most = max(settings[RATE] for settings in result.info.points.values())
     ax.plot([0, most], [0, most], color=frame.INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(knee, fontsize=8, color=frame.INK)
+    ax.set(title=knee, ylabel=frame.axis_label(result.info.metrics[GOODPUT], 40))
     ax.set_xlim(left=0)
     frame.scale(ax.yaxis)
-    ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
     frame.legend(figure, [ax])
     return figure
 
@@ -161,7 +159,6 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
     figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, 4.1)
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for ax, each in zip(axes, found, strict=True):
-        frame.tidy(ax)
         smallest = 100.0
         for row, (variant, label) in enumerate(result.info.variants.items()):
             if variant not in each.values:
@@ -181,8 +178,6 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(max(smallest / 1.5, 0.01), 130)
         frame.log_ticks(ax.yaxis)
-        ax.set_title("lower is better", fontsize=8, color=frame.INK)
-        ax.set_xlabel(each.label, fontsize=9)
-        ax.set_ylabel(f"share of {each.what} above (%)", fontsize=9)
+        ax.set(title="lower is better", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
     frame.legend(figure, axes)
     return figure

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,6 +26,7 @@ MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
 BINS = 400
 FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
 SEEN = 4.0  # percent of the blocks: less would not be seen
+HEAD: Any = {"fontsize": 9, "loc": "left", "fontweight": "bold", "color": "black"}  # of a column
 HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
 COLOURS = {  # in the order in which a request goes through them
     "queued": "#BDBDBD",
@@ -90,8 +92,8 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         _steps(axes[0, column], axes[1, column], course, binned)
         draw_requests(axes[2, column], first_pass(result, variant, point))
         _blocks(axes[3, column], course, steps)
-        axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
-        axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
+        axes[0, column].set_title(_title(steps, result), **HEAD)
+        axes[-1, column].set_xlabel("seconds from the start of the timed pass")
     _scales(list(axes[:, 0]), every, end)
     frame.legend(figure, axes.flatten())
     return figure
@@ -162,7 +164,6 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
     names[0] += "\n(√ scale)" if faint else ""
     for ax, name in zip(axes, names, strict=True):
         for each in (every := [ax, *ax.get_shared_y_axes().get_siblings(ax)]):
-            frame.tidy(each)
             each.tick_params(labelsize=8)
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
@@ -248,13 +249,11 @@ def gantt(panel: PanelSpec, result: Result) -> Figure | None:
     figure = frame.new(frame.WIDTH, 1.6 + ROW * most)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (variant, requests) in zip(axes, found.items(), strict=True):
-        frame.tidy(ax, "x")
+        frame.grid_of_rows(ax)
         draw_requests(ax, requests)
-        ax.set_title(result.info.variants[variant], fontsize=9, loc="left", fontweight="bold")
-        ax.set_xlabel("seconds from the start of the pass", fontsize=9)
-        ax.set_yticks([])
-    axes[0].set_ylabel("requests, one a line", fontsize=9)
-    axes[0].set_ylim(most, -0.8)  # the first one on top
+        ax.set_title(result.info.variants[variant], **HEAD)
+        ax.set(xlabel="seconds from the start of the pass", yticks=[])
+    axes[0].set(ylabel="requests, one a line", ylim=(most, -0.8))  # the first one on top
     axes[0].set_xlim(left=0)
     frame.legend(figure, axes)
     return figure
