@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 
 from experiments.lab.judge import pairs
@@ -37,7 +37,6 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     info = result.info
     tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
-    dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)
               for line in wording.verdicts(result)]  # fmt: skip
     return [
@@ -46,7 +45,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
         fold("Figures", "\n\n".join([*map(picture, gallery.of(result).others), *_steps(result)])),
         fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
         fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
-        fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
+        fold(f"INVALID: {len(result.faults):,} values were kept but not counted", _invalid(result)),
         fold("Where a decode step's time goes", profiles and "\n\n".join([stacks.describe(result), *profiles])),
         fold("What was generated", _samples(info)),
         fold("How it was measured, and how to run it again", _made(result)),
@@ -83,12 +82,12 @@ def _made(result: Result) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _invalid(dropped: Sequence[Row], info: RunInfo) -> str:
+def _invalid(result: Result) -> str:
     """Values by reason, so that a pass that does not count is one line and not one a metric."""
     found: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    for row in dropped:
+    for row in result.faults:  # the notes say who is absent
         found.setdefault(row.reason, {}).setdefault((row.variant, row.point), []).append(row)
-    lines = []
+    info, lines = result.info, []
     for reason, cells in found.items():
         lines.append(f"- {reason}:")
         for (variant, point), rows in cells.items():

@@ -15,7 +15,7 @@ from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, grids, wording
-from experiments.lab.show.answer import badges, flags, invalid, sentence
+from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
@@ -89,7 +89,7 @@ def moved(info: RunInfo, since: Since) -> str:
 
 
 def _strip(result: Result, since: Since) -> str:
-    info, again, faults = result.info, marks.again(result), invalid(result)
+    info, again, faults = result.info, marks.again(result), len(result.faults)
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
@@ -107,11 +107,11 @@ def _strip(result: Result, since: Since) -> str:
 
 def _not_counted(result: Result) -> list[str]:
     """Where most of the INVALID values are, and why."""
-    places = Counter((row.variant, row.point) for row in result.rows if row.is_fault)
+    places = Counter((row.variant, row.point) for row in result.faults)
     if not places:
         return []
     cell, count = places.most_common(1)[0]
-    reason = next(row.reason for row in result.rows if row.is_fault and (row.variant, row.point) == cell)
+    reason = next(row.reason for row in result.faults if (row.variant, row.point) == cell)
     where = f"{result.info.variants[cell[0]]}{wording.at(cell[1])}"
     more = f"; {places.total() - count} elsewhere" if len(places) > 1 else ""
     below = " The remarks say more." if INVALID in result.remarks else ""

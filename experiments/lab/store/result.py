@@ -185,12 +185,13 @@ class Result:
         info = self.info
         return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
 
-    def counts(self, variant: str, point: str, process: int = 0, repeat: int = 0) -> bool:
-        """Whether the pass does, by its rows."""
-        return (variant, point, process, repeat) in self._counting
+    @cached_property
+    def faults(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.is_fault)
 
     @cached_property
-    def _counting(self) -> set[tuple[str, str, int, int]]:
+    def counting(self) -> set[tuple[str, str, int, int]]:
+        """Passes that do, by their rows: variant, point, process, repeat."""
         return {(row.variant, row.point, row.process, row.repeat) for row in self.rows if not row.is_fault}
 
     @cached_property
@@ -199,7 +200,7 @@ class Result:
         found: dict[tuple[str, str], tuple[Turn, list[RequestRow]]] = {}
         for r in self.requests:
             turn = (r.process, r.repeat)
-            if self.counts(r.variant, r.point, *turn) if r.valid is None else r.valid:
+            if (r.variant, r.point, *turn) in self.counting if r.valid is None else r.valid:
                 first, own = found.setdefault((r.variant, r.point), (turn, []))
                 if turn == first:
                     own.append(r)
@@ -255,7 +256,7 @@ def write(root: Path, result: Result) -> Path:
     for ending, (name, kind) in TABLES.items():
         if (rows := getattr(result, name)) or ending == ".csv":
             texts[ending] = to_csv(kind, rows)
-            stated[ending] = {"rows": len(rows), "sha256": _sha256(texts[ending])}
+            stated[ending] = {"rows": len(rows), "sha256": hashlib.sha256(texts[ending].encode()).hexdigest()}
     document = {"format": FORMAT, "tables": stated, **plain(info)}
     texts[".json"] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
@@ -294,7 +295,7 @@ def read(path: Path) -> Result:
         for ending, stated in document.pop("tables").items():
             name, kind = TABLES[ending]
             text = _text(path.with_suffix(ending))
-            if _sha256(text) != stated["sha256"]:
+            if hashlib.sha256(text.encode()).hexdigest() != stated["sha256"]:
                 lines = max(text.count("\n") - 1, 0)
                 raise StoreError(f"{path.with_suffix(ending)} is not the one that {path.name} was written with: it has "
                                  f"{lines} of {stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
@@ -327,10 +328,6 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
                 raise
             damaged[path.relative_to(root)] = error
     return sorted(found, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:

@@ -129,7 +129,7 @@ def waits_of(result: Result) -> list[Waits]:
             weights.append(1.0)
     gaps = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
     for variant in few if not gaps else ():
-        own = result.steps_of(variant, point) if result.counts(variant, point) else []
+        own = result.steps_of(variant, point) if (variant, point, 0, 0) in result.counting else []
         ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
         found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
         gaps |= {variant: ([time for time, _ in found], [count for _, count in found])} if found else {}

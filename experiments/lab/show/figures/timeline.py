@@ -185,7 +185,7 @@ def _title(steps: Sequence[StepRow], result: Result) -> str:
     last, lost = steps[-1], sum(len(step.preempted) for step in steps)
     what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
     took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
-    invalid = "" if result.counts(last.variant, last.point) else " (this pass is INVALID)"
+    invalid = "" if (last.variant, last.point, 0, 0) in result.counting else " (this pass is INVALID)"
     return f"{result.info.variants[last.variant]}: {took}, {what}{invalid}"
 
 
