@@ -62,40 +62,27 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
         self._store = self._stored(self.count * width, self.dtype)
         self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
-        self._batch = self._new_batch(order, block_size)
+        self._batch = self._batch_of(order)
 
     def _stored(self, num_blocks: int, dtype: torch.dtype) -> KVStore:
         layout = KVLayout.of_heads(len(self.sets), self._kv_heads, self.shape["head_dim"], dtype)
         return KVStore(layout, num_blocks=num_blocks, block_size=self.shape["block_size"], device=self.device)
 
-    def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
+    def _batch_of(self, block_tables: np.ndarray) -> AttentionBatch:
         """`count` sequences of `length` tokens, the last `queries` of which are computed. block_tables [count, W]"""
-        places = np.arange(self.length - self.queries, self.length)
-        slots = block_tables[:, places // block_size] * block_size + places % block_size
+        places, size = np.arange(self.length - self.queries, self.length), self.shape["block_size"]
+        slots = block_tables[:, places // size] * size + places % size
         starts, lens = np.arange(self.count + 1) * self.queries, np.full(self.count, self.length)
-
-        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(self.device, dtype)
-
+        long = [torch.from_numpy(each).to(self.device) for each in (np.tile(places, self.count), slots.ravel())]
+        short = [torch.from_numpy(each).to(self.device, torch.int32) for each in (block_tables, starts, lens)]
+        decoded = self.count if self.kind == "decode" else 0
         return AttentionBatch.of_rows(
-            put(np.tile(places, self.count), torch.int64),
-            put(slots.ravel(), torch.int64),
-            put(block_tables, torch.int32),
-            put(starts, torch.int32),
-            put(lens, torch.int32),
-            num_decode_rows=self.count if self.kind == "decode" else 0,
-            host_query_starts=starts,
-            host_seq_lens=lens,
+            *long, *short, num_decode_rows=decoded, host_query_starts=starts, host_seq_lens=lens
         )
 
     def _backend(self, choice: AttentionChoice) -> Implementation:
-        needs = Requirements(
-            layout=self._store.layout,
-            block_size=self.shape["block_size"],
-            dtype=self.dtype,
-            device=self.device,
-            sliding_window=False,
-        )
+        layout, size = self._store.layout, self.shape["block_size"]
+        needs = Requirements(layout, size, self.dtype, self.device, sliding_window=False)
         try:
             backend = select_backend(choice, self.kind, needs).backend
         except ConfigError as error:
