@@ -94,19 +94,16 @@ def resolve_all(
         where = f"experiment.claims[{index}]"
         bound, value, upper = _bound(spec, where)
         if spec.metric not in metrics:
-            raise ConfigError(
-                f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
-            )
+            known = ", ".join(metrics)
+            raise ConfigError(f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {known}")
         if spec.variant not in variants:
             raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
         if spec.everywhere and (spec.at or spec.against):
             raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
         to = spec.variant if spec.against else spec.to or baseline
         if bound.is_ratio and not spec.against and (to == spec.variant or to not in variants):
-            raise ConfigError(
-                f"{where}: a ratio needs a baseline, another variant in `to`, or `against: {{key: value}}` for another "
-                "point"
-            )
+            either = "a baseline, another variant in `to`, or `against: {key: value}` for another point"
+            raise ConfigError(f"{where}: a ratio needs {either}")
         for point in points if spec.everywhere else [find_point(points, spec.at, f"{where}.at")]:
             reference: tuple[str | None, str | None] = (None, None)
             if bound.is_ratio:
@@ -124,8 +121,8 @@ def resolve_all(
 
 def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     """The bound, its value, and the upper one of two."""
-    known = [bound for bound in Bound if bound is not Bound.within]
-    given = {bound: float(getattr(spec, bound.value)) for bound in known if getattr(spec, bound.value) is not None}
+    known = [bound.value for bound in Bound if bound is not Bound.within]
+    given = {Bound(name): float(getattr(spec, name)) for name in known if getattr(spec, name) is not None}
     bound, value = next(iter(given.items()), (Bound.within, 0.0))
     if set(given) == {Bound.at_least, Bound.at_most}:
         upper = given[Bound.at_most]
@@ -135,10 +132,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
             raise ConfigError(f"{where}: an aim goes with one bound, not with at_least and at_most together")
         return Bound.within, value, upper
     if len(given) != 1:
-        names = ", ".join(bound.value for bound in known)
-        raise ConfigError(
-            f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
-        )
+        one = f"exactly one of {', '.join(known)}"
+        raise ConfigError(f"{where} needs {one}, or at_least and at_most together; it has {len(given)}")
     if spec.aim is not None and not (spec.aim > value if bound.is_floor else spec.aim < value):
         raise ConfigError(f"{where}: the aim, {spec.aim}, must be stricter than {bound.value}, {value}")
     return bound, value, None
@@ -162,11 +157,9 @@ def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: 
     else:
         found = stats.absolute(values, share) if values else None
     if found is None:
-        absent = [
-            f"not measured, because {variant} is absent" for variant, point in cells if (variant, point) in table.absent
-        ]
         if not (stats.in_range(values) and stats.in_range(reference)):
             return inconclusive(None, "the knee lies outside of the searched range, which tells no ratio")
+        absent = [f"not measured, because {cell[0]} is absent" for cell in cells if cell in table.absent]
         return inconclusive(None, (absent or ["no valid measurement"])[0])
     if found.low is None or found.high is None:
         return inconclusive(found, "one repeat has no interval")
