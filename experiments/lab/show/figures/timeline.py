@@ -94,6 +94,8 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         _blocks(axes[3, column], course, steps)
         axes[0, column].set_title(_title(steps, result), **HEAD)
         axes[-1, column].set_xlabel("seconds from the start of the timed pass")
+    for ax in axes.flatten():
+        ax.tick_params(labelsize=8)
     _scales(list(axes[:, 0]), every, end)
     frame.legend(figure, axes.flatten())
     return figure
@@ -160,24 +162,19 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
     """Of the first column, which the others share."""
     names = ["tokens\nin a step", "step\n(ms)", "requests,\none a line", "KV blocks\n(%)"]
     most = max(s.decode_tokens + s.prefill_tokens for s in steps)
-    faint = max(s.decode_tokens for s in steps) < FAINT * most
-    names[0] += "\n(√ scale)" if faint else ""
+    if faint := max(s.decode_tokens for s in steps) < FAINT * most:
+        names[0] += "\n(√ scale)"
     for ax, name in zip(axes, names, strict=True):
-        for each in (every := [ax, *ax.get_shared_y_axes().get_siblings(ax)]):
-            each.tick_params(labelsize=8)
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
         ax.yaxis.set_major_formatter(frame.plain)
-        if faint and ax is axes[0]:
-            for each in every:
-                each.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
-            ax.set_yticks([0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))])
-            ax.set_ylim(0, 1.05 * most)
+    if faint:
+        axes[0].set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
+        ticks = [0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))]
+        axes[0].set(yticks=ticks, ylim=(0, 1.05 * most))
     axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
-    axes[3].set_ylim(0, 124)
-    axes[3].set_yticks([0, 50, 100])
-    axes[-1].set_xlim(0, end)
+    axes[3].set(ylim=(0, 124), yticks=[0, 50, 100], xlim=(0, end))
 
 
 def _title(steps: Sequence[StepRow], result: Result) -> str:
