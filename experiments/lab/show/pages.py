@@ -148,8 +148,7 @@ def _beside_others(result: Result) -> list[str]:
 def _of_the_limit(result: Result) -> list[str]:
     """What the hardware allows, where the first claim's figure was measured."""
     info = result.info
-    every = [(variant, point) for variant in info.variants for point in info.points]
-    for cell in [effect.cell for effect in effects.of_claims(result)] or every:
+    for cell in [effect.cell for effect in effects.of_claims(result)] or info.cells:
         found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
         where = ", ".join(filter(None, (info.variants[cell[0]], wording.point(cell[1]))))
