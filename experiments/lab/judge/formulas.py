@@ -1,13 +1,5 @@
-"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words,
-and what each leaves out; a test holds that list and this one together.
-
-arrival      first token            last token
-   |------------|----|----|----|----|
-   <--- TTFT --->
-                <ITL>                        gap between neighbouring tokens
-                <------ (n - 1) x TPOT ----->
-   <------------------ e2e ----------------->
-"""
+"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words
+and draws it, with what each leaves out; a test holds that list and this one together."""
 
 from __future__ import annotations
 

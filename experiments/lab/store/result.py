@@ -270,8 +270,7 @@ def write(root: Path, result: Result) -> Path:
 
 
 def write_atomic(files: Mapping[Path, str | bytes]) -> None:
-    """A reader sees an old file or the new one, never half of it: all are written beside their places before the first
-    is touched."""
+    """A reader sees an old file or the new one, never half of it."""
     made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, temporary in made.items():
