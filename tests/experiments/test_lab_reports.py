@@ -137,10 +137,10 @@ def test_a_loss_that_cannot_be_is_none():
 def test_where_values_do_not_count_stands_on_the_first_screen():
     given = without(result(), variant="new", point="concurrency=8", reason="faster than its floor")
     line = "- **INVALID**: 15 values of chunked prefill, 512 tokens a step at concurrency 8 (faster than its floor)."
-    assert line in screen(given, lambda info: 0, lambda picture: picture.name)
+    assert line in screen(given, lambda info: 0)
     said = replace(given, remarks="- The floor of INVALID values was wrong.")
-    assert f"{line} The remarks say more." in screen(said, lambda info: 0, lambda picture: picture.name)
-    assert "INVALID**" not in screen(result(), lambda info: 0, lambda picture: picture.name)
+    assert f"{line} The remarks say more." in screen(said, lambda info: 0)
+    assert "INVALID**" not in screen(result(), lambda info: 0)
 
 
 def test_a_metric_with_too_few_samples_everywhere_has_no_table():
@@ -201,7 +201,7 @@ def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
     again = [replace(row, variant="base again") for row in rows if row.variant == "base"]
     given = result(variants=variants, rows=[*rows, *again], aa="base again")
     assert flags(given) == []
-    assert "| 1x |" in screen(given, lambda info: 3, lambda picture: picture.name)
+    assert "| 1x |" in screen(given, lambda info: 3)
     slow = [replace(row, value=1.2 * row.value) for row in again]
     (flag,) = flags(replace(given, rows=(*rows, *slow)))
     assert flag.startswith("the baseline differs from itself: A/A ratio 1.20")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from itertools import groupby
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
-from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
 from experiments.lab.store.result import Result, RunInfo, run_path
 from experiments.lab.store.rows import Row
@@ -32,8 +30,8 @@ where the whole interval lies on one side of its bound, else *inconclusive*. INV
 counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 
 
-def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
-    """A fold each, as markdown; `picture` writes the line that shows one."""
+def details(result: Result) -> list[str]:
+    """A fold each, as markdown."""
     info = result.info
     tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
@@ -42,7 +40,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     return [
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
-        fold("Figures", "\n\n".join([*map(picture, gallery.of(result).others), *_steps(result)])),
+        fold("Figures", "\n\n".join([*(picture.line for picture in gallery.of(result).others), *_steps(result)])),
         fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
         fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
         fold(f"INVALID: {len(result.faults):,} values were kept but not counted", _invalid(result)),

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
@@ -19,12 +18,10 @@ from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
-from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import INVALID
 from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
-FIGURES = "figures"  # their folder beside the pages
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
 
 
@@ -40,17 +37,12 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         first.question,
     ]
     for result in results:
-        line = partial(_shown, result.info)
         if len(results) > 1 or result.info.run != "default":
             parts.append(f"## {heading(result.info)}")
-        parts += [screen(result, since, line), *details(result, line)]
+        parts += [screen(result, since), *details(result)]
     parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _shown(info: RunInfo, picture: Picture) -> str:
-    return f"![{picture.title}]({FIGURES}/{figure_name(info, picture.name)})"
 
 
 def heading(info: RunInfo) -> str:
@@ -62,17 +54,11 @@ def overrides(info: RunInfo) -> str:
     return ", ".join(f"`{piece}`" for piece in info.run.split(",") if piece)
 
 
-def figure_name(info: RunInfo, picture: str) -> str:
-    run = "" if info.run == "default" else f"-{info.run}"
-    return f"{page_name(info)}-{info.hardware}{run}-{picture}.png"
-
-
-def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> str:
-    """`picture` writes the line that shows one."""
+def screen(result: Result, since: Since) -> str:
     parts = [
         f"**{sentence(result)}**",
         _strip(result, since),
-        *(picture(each) for each in gallery.of(result).first),
+        *(picture.line for picture in gallery.of(result).first),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
     ]
