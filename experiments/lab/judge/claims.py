@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -64,12 +64,11 @@ class Claim:
         return self.metric, self.variant, self.point, *reference, self.bound.is_floor
 
     @property
-    def sides(self) -> tuple[Claim, ...]:
-        """Its bounds, one by one, the aim among them."""
-        one = replace(self, aim=None, upper=None)
+    def limits(self) -> tuple[float, float]:
+        """What the interval must lie between; infinite where there is no bound."""
         if self.upper is not None:
-            return replace(one, bound=Bound.at_least), replace(one, bound=Bound.at_most, value=self.upper)
-        return (one,) if self.aim is None else (one, replace(one, value=self.aim))
+            return self.value, self.upper
+        return (self.value, math.inf) if self.bound.is_floor else (-math.inf, self.value)
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,7 @@ def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: 
         return inconclusive(None, (absent or ["no valid measurement"])[0])
     if found.low is None or found.high is None:
         return inconclusive(found, "one repeat has no interval")
-    least = claim.value if claim.bound.is_floor or claim.upper is not None else -math.inf
-    most = claim.upper if claim.upper is not None else math.inf if claim.bound.is_floor else claim.value
+    least, most = claim.limits
     if found.high < least or found.low > most:
         return Judgement(claim, Verdict.refuted, found)
     if least <= found.low and found.high <= most:

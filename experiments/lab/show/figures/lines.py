@@ -138,26 +138,27 @@ def _without_searches(result: Result, metric: str) -> Result:
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
     """The bounds of absolute claims about the panel's metric, without their aims. A single one is a line; several are
     marks at their points, in the colours of their variants where they are of several."""
-    claims = []
-    for claim in (side for both in result.info.claims for side in replace(both, aim=None).sides):
-        if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
+    found = []
+    for claim in result.info.claims:
+        here = claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points
+        for value in filter(math.isfinite, claim.limits if here else ()):
             top = ax.get_ylim()[1]
-            if claim.value <= FAR * top:
-                ax.set_ylim(top=max(top, 1.12 * claim.value) if claim.value > top else top)
-                claims.append(claim)
-    if len(claims) > 1 and len(places) > 1:
+            if value <= FAR * top:
+                ax.set_ylim(top=max(top, 1.12 * value) if value > top else top)
+                found.append((claim, value))
+    if len(found) > 1 and len(places) > 1:
         variants = list(result.info.variants)
-        alone = len({claim.variant for claim in claims}) == 1
+        alone = len({claim.variant for claim, _ in found}) == 1
         label = "bound of a claim" if alone else "bound of a claim, coloured by its variant"
         ax.plot([], [], color=BOUND if alone else INK, linewidth=1.6, label=label)
-        for claim in (claim for claim in claims if claim.point in places):
+        for claim, value in ((claim, value) for claim, value in found if claim.point in places):
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
-            ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
-    elif len(claims) == 1:  # of several, a curve does not tell which is whose
-        (claim,) = claims
-        least = "at least" if claim.bound.is_floor else "at most"
-        text = f"claim: {least} {wording.number(claim.value)}{wording.at(claim.point)}"
-        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)
+            ax.plot([x], [value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
+    elif len(found) == 1:  # of several, a curve does not tell which is whose
+        ((claim, value),) = found
+        least = "at least" if value == claim.limits[0] else "at most"
+        text = f"claim: {least} {wording.number(value)}{wording.at(claim.point)}"
+        ax.axhline(value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 
 def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[list[str], str]:
