@@ -197,14 +197,10 @@ class Result:
     @cached_property
     def traced(self) -> tuple[RequestRow, ...]:
         """What figures are made of: of each variant and point the requests of the first pass that counts."""
-        found: dict[tuple[str, str], tuple[Turn, list[RequestRow]]] = {}
-        for r in self.requests:
-            turn = (r.process, r.repeat)
-            if (r.variant, r.point, *turn) in self.counting if r.valid is None else r.valid:
-                first, own = found.setdefault((r.variant, r.point), (turn, []))
-                if turn == first:
-                    own.append(r)
-        return tuple(r for _, own in found.values() for r in own)
+        by_rows = ((r, (r.variant, r.point, r.process, r.repeat) in self.counting) for r in self.requests)
+        own = [r for r, counts in by_rows if (counts if r.valid is None else r.valid)]
+        first = {(r.variant, r.point): (r.process, r.repeat) for r in reversed(own)}
+        return tuple(r for r in own if (r.process, r.repeat) == first[r.variant, r.point])
 
 
 def page_name(info: RunInfo) -> str:

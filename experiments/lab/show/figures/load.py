@@ -120,13 +120,9 @@ def waits_of(result: Result) -> list[Waits]:
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
-    firsts: dict[str, Weighted] = {}
-    for request in result.traced:
-        here = request.point == point and request.variant in few
-        if here and request.first_token_s is not None and request.end_s is not None:
-            times, weights = firsts.setdefault(request.variant, ([], []))
-            times.append(1e3 * (request.first_token_s - request.arrival_s))
-            weights.append(1.0)
+    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in result.traced
+              if r.point == point and r.first_token_s is not None and r.end_s is not None]  # fmt: skip
+    firsts = {v: (ms, [1.0] * len(ms)) for v in few if (ms := [took for variant, took in waited if variant == v])}
     gaps = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
     for variant in few if not gaps else ():
         own = result.steps_of(variant, point) if (variant, point, 0, 0) in result.counting else []

@@ -137,10 +137,8 @@ def describe(result: Result) -> str:
 def tables(point: str, result: Result) -> list[Grid]:
     """One line a variant, and for each its kernels, the longest first; none of a point that was not profiled."""
     labels, own = result.info.variants, [profile for profile in result.info.profiles if profile.point == point]
-    rows = []
-    for p in own:
-        times = map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us))
-        rows.append((labels[p.variant], str(p.rows), *times, f"{100 * p.idle_share:.2f} %"))
+    rows = [(labels[p.variant], str(p.rows), *map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us)),
+             f"{100 * p.idle_share:.2f} %") for p in own]  # fmt: skip
     header = ("variant", "rows", "step, µs", "profiled, µs", "kernels, µs", "idle between steps, µs", "share")
     grids = [Grid(f"Decode steps {point}".strip(), header, tuple(rows))] if rows else []
     for profile in own:
