@@ -1,5 +1,6 @@
 """The gate finds a planted wrong token, and claims are judged by intervals."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,14 +77,14 @@ def test_verdicts_follow_the_interval(bound, value, verdict):
 def test_a_claim_of_two_sides_needs_the_whole_interval_between_them(low, high, verdict):
     claimed = Claim("speed", "new", "p", Bound.within, low, upper=high)
     assert judge(claimed, Table(rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])), []).verdict is verdict
-    assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, low), (Bound.at_most, high)]
+    assert claimed.limits == (low, high)
 
 
 def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
     measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
     (claimed,) = resolved(at={"size": 1}, at_least=13.0, aim=20.0)
     assert judge(replace(claimed, point="p"), Table(measured), []).verdict is Verdict.supported
-    assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, 13.0), (Bound.at_least, 20.0)]
+    assert (claimed.limits, claimed.aim) == ((13.0, math.inf), 20.0)
 
 
 def resolved(*more, **changes):

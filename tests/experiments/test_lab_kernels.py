@@ -116,7 +116,7 @@ def test_blocks_of_all_layers_arrive(variant, monkeypatch):
     assert found.error(implementation.run(0)) == 0
     assert found.error(implementation.run(1)) > 0.1, "the second set of inputs is another one"
     found.implementation(variant)
-    assert found.error((found._there[0], *implementation.run(1)[1:])) == 1, "nothing was sent yet"
+    assert found.error((found.sets[0][1], *implementation.run(1)[1:])) == 1, "nothing was sent yet"
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "one"])
@@ -161,7 +161,7 @@ def test_one_wrong_row_is_found(case):
 def test_a_wrong_slot_is_found():
     found = made("rope_and_store")
     output = found.implementation("eager").run(0)
-    keys = found._sets[0][-2]
+    keys = found.sets[0][-2]
     keys[[0, 1]] = keys[[1, 0]]
     assert found.error(output) > 0.1
 

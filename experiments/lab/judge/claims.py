@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -64,12 +64,11 @@ class Claim:
         return self.metric, self.variant, self.point, *reference, self.bound.is_floor
 
     @property
-    def sides(self) -> tuple[Claim, ...]:
-        """Its bounds, one by one, the aim among them."""
-        one = replace(self, aim=None, upper=None)
+    def limits(self) -> tuple[float, float]:
+        """What the interval must lie between; infinite where there is no bound."""
         if self.upper is not None:
-            return replace(one, bound=Bound.at_least), replace(one, bound=Bound.at_most, value=self.upper)
-        return (one,) if self.aim is None else (one, replace(one, value=self.aim))
+            return self.value, self.upper
+        return (self.value, math.inf) if self.bound.is_floor else (-math.inf, self.value)
 
 
 @dataclass(frozen=True)
@@ -94,19 +93,16 @@ def resolve_all(
         where = f"experiment.claims[{index}]"
         bound, value, upper = _bound(spec, where)
         if spec.metric not in metrics:
-            raise ConfigError(
-                f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
-            )
+            known = ", ".join(metrics)
+            raise ConfigError(f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {known}")
         if spec.variant not in variants:
             raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
         if spec.everywhere and (spec.at or spec.against):
             raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
         to = spec.variant if spec.against else spec.to or baseline
         if bound.is_ratio and not spec.against and (to == spec.variant or to not in variants):
-            raise ConfigError(
-                f"{where}: a ratio needs a baseline, another variant in `to`, or `against: {{key: value}}` for another "
-                "point"
-            )
+            either = "a baseline, another variant in `to`, or `against: {key: value}` for another point"
+            raise ConfigError(f"{where}: a ratio needs {either}")
         for point in points if spec.everywhere else [find_point(points, spec.at, f"{where}.at")]:
             reference: tuple[str | None, str | None] = (None, None)
             if bound.is_ratio:
@@ -124,8 +120,8 @@ def resolve_all(
 
 def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     """The bound, its value, and the upper one of two."""
-    known = [bound for bound in Bound if bound is not Bound.within]
-    given = {bound: float(getattr(spec, bound.value)) for bound in known if getattr(spec, bound.value) is not None}
+    known = [bound.value for bound in Bound if bound is not Bound.within]
+    given = {Bound(name): float(getattr(spec, name)) for name in known if getattr(spec, name) is not None}
     bound, value = next(iter(given.items()), (Bound.within, 0.0))
     if set(given) == {Bound.at_least, Bound.at_most}:
         upper = given[Bound.at_most]
@@ -135,10 +131,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
             raise ConfigError(f"{where}: an aim goes with one bound, not with at_least and at_most together")
         return Bound.within, value, upper
     if len(given) != 1:
-        names = ", ".join(bound.value for bound in known)
-        raise ConfigError(
-            f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
-        )
+        one = f"exactly one of {', '.join(known)}"
+        raise ConfigError(f"{where} needs {one}, or at_least and at_most together; it has {len(given)}")
     if spec.aim is not None and not (spec.aim > value if bound.is_floor else spec.aim < value):
         raise ConfigError(f"{where}: the aim, {spec.aim}, must be stricter than {bound.value}, {value}")
     return bound, value, None
@@ -162,16 +156,13 @@ def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: 
     else:
         found = stats.absolute(values, share) if values else None
     if found is None:
-        absent = [
-            f"not measured, because {variant} is absent" for variant, point in cells if (variant, point) in table.absent
-        ]
         if not (stats.in_range(values) and stats.in_range(reference)):
             return inconclusive(None, "the knee lies outside of the searched range, which tells no ratio")
+        absent = [f"not measured, because {cell[0]} is absent" for cell in cells if cell in table.absent]
         return inconclusive(None, (absent or ["no valid measurement"])[0])
     if found.low is None or found.high is None:
         return inconclusive(found, "one repeat has no interval")
-    least = claim.value if claim.bound.is_floor or claim.upper is not None else -math.inf
-    most = claim.upper if claim.upper is not None else math.inf if claim.bound.is_floor else claim.value
+    least, most = claim.limits
     if found.high < least or found.low > most:
         return Judgement(claim, Verdict.refuted, found)
     if least <= found.low and found.high <= most:

@@ -15,7 +15,6 @@ import numpy as np
 from experiments.lab.judge.metrics import HIGHER, LOWER, NOTHING, Missing, Value, of_engine, total
 from experiments.lab.measure.traces import Served
 from mini_infer.core.plan import StepRecord
-from mini_infer.speculative.policy.costs import StepCosts
 
 PLACES = 8  # behind a request's last token, of which acceptance is told one by one
 NO_DRAFTS = Missing("there were no drafts", applies=False)
@@ -36,10 +35,6 @@ def _drafted(records: Records) -> int:
 def _tried(records: Records) -> int:
     """Drafts before which all were accepted. Those behind a rejected one were never tried."""
     return sum(sum(map(min, (*record.drafted[:1], *record.accepted), record.drafted)) for record in records)
-
-
-def _verified_rows(records: Records) -> int:
-    return sum(sum(record.drafted[:1]) for record in records)
 
 
 def _at(place: int, counts: Callable[[StepRecord], Sequence[int]]) -> Count:
@@ -103,7 +98,8 @@ def _predict(served: Served) -> dict[str, float | Missing] | Missing:
     drafted_s = verify_s = draft_s = 0.0  # of the steps with drafts: without them, verification alone, one draft a row
     for record in steps:
         rows = record.decode_rows
-        step_s, without_s = _step_seconds(record, costs), costs.verify_seconds(rows, 1)
+        lengths = (np.arange(rows)[:, None] < np.array(record.drafted)).sum(axis=1)  # at least 1 draft, at least 2, ...
+        step_s, without_s = costs.step_seconds(lengths), costs.verify_seconds(rows, 1)
         computed = rows + sum(count * acceptance ** (place + 1) for place, count in enumerate(record.drafted))
         tokens += computed * record.decode_tokens / rows
         seconds += step_s
@@ -121,13 +117,6 @@ def _predict(served: Served) -> dict[str, float | Missing] | Missing:
     }
 
 
-def _step_seconds(record: StepRecord, costs: StepCosts) -> float:
-    lengths = np.zeros(record.decode_rows, dtype=np.int64)
-    for count in record.drafted:  # rows with at least one draft, with at least two, ...
-        lengths[:count] += 1
-    return costs.step_seconds(lengths)
-
-
 def _predicted(name: str) -> Value:
     return lambda served: found if isinstance(found := _predict(served), Missing) else found[name]
 
@@ -140,26 +129,20 @@ def _share_of_formula(served: Served) -> float | Missing:
 
 
 _RATE = "output tokens per second of the steps without prompts"
-_PLACES = {
-    f"acceptance_{place + 1}": of_engine(
-        f"share of the drafts in place {place + 1} that were accepted",
-        "",
-        HIGHER,
-        _ratio(_at(place, lambda record: record.accepted), _at(place, lambda record: record.drafted)),
-        share=True,
-    )
-    for place in range(PLACES)
-}
+_DRAFTED = [_at(place, lambda record: record.drafted) for place in range(PLACES)]  # by place
+_ACCEPTED = [_at(place, lambda record: record.accepted) for place in range(PLACES)]
 DRAFTS = {
     "acceptance": of_engine("share of the tried drafts that were accepted", "", HIGHER, _ratio(_accepted, _tried),
                             share=True),
     "accepted_of_drafted": of_engine("share of all drafts that were accepted", "", HIGHER, _ratio(_accepted, _drafted),
                                      share=True),
-    **_PLACES,
+    **{f"acceptance_{n}": of_engine(f"share of the drafts in place {n} that were accepted", "", HIGHER,
+                                    _ratio(accepted, drafted), share=True)
+       for n, (accepted, drafted) in enumerate(zip(_ACCEPTED, _DRAFTED, strict=True), start=1)},
     "draft_time_share": of_engine("share of the time of steps with drafts that the draft model takes", "", LOWER,
                                   _draft_time_share, share=True),
     "accepted_length": of_engine("tokens that a request with drafts gets in a step, mean", "tokens", HIGHER, _ratio(
-        lambda records: _verified_rows(records) + _accepted(records), _verified_rows)),
+        lambda records: _DRAFTED[0](records) + _accepted(records), _DRAFTED[0])),
     "tokens_per_decode": of_engine("tokens that a running request gets in a step, mean", "tokens", HIGHER,
                                    lambda served: 1 + _a_decode(_accepted)(served)),
     "drafts_per_decode": of_engine("drafts of a running request in a step, mean", "tokens", LOWER, _a_decode(_drafted)),

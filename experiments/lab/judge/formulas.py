@@ -1,13 +1,5 @@
-"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words,
-and what each leaves out; a test holds that list and this one together.
-
-arrival      first token            last token
-   |------------|----|----|----|----|
-   <--- TTFT --->
-                <ITL>                        gap between neighbouring tokens
-                <------ (n - 1) x TPOT ----->
-   <------------------ e2e ----------------->
-"""
+"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words
+and draws it, with what each leaves out; a test holds that list and this one together."""
 
 from __future__ import annotations
 
@@ -59,27 +51,23 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
     """Mean and percentiles of a time in seconds, each sample with its request or, of gaps, the moment of its end."""
 
     def at(served: Served) -> list[tuple[Hashable, float]]:
-        return [(moment, sample) for moment, sample in samples(served) if sample is not None]
+        return [(moment, 1e3 * sample) for moment, sample in samples(served) if sample is not None]
 
     def percentile(q: int) -> Compute:
         def compute(served: Served, context: Context) -> float | Missing:
             found = at(served)
-            value = stats.percentile([1e3 * sample for _, sample in found], q)
+            value = stats.percentile([ms for _, ms in found], q)
             if value is None:
                 return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
-            beyond = {moment for moment, sample in found if 1e3 * sample >= value * (1 - 1e-9)}
+            beyond = {moment for moment, ms in found if ms >= value * (1 - 1e-9)}
             if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
-                return too_few(
-                    f"{len(beyond)} moments lie beyond the P{q}, which takes {stats.SAMPLES_BEYOND}: gaps of several "
-                    "requests that end together are one"
-                )
+                takes = f"takes {stats.SAMPLES_BEYOND}: gaps of several requests that end together are one"
+                return too_few(f"{len(beyond)} moments lie beyond the P{q}, which {takes}")
             return value
 
         return compute
 
-    found = {
-        f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, lambda s, c: _mean([1e3 * x for _, x in at(s)]))
-    }
+    found = {f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, lambda s, c: _mean([x for _, x in at(s)]))}
     for q in PERCENTILES:
         label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
         found[f"{key}_p{q}_ms"] = of_requests(label, "ms", LOWER, percentile(q))

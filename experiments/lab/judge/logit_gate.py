@@ -121,10 +121,8 @@ def expect(config: EngineConfig) -> Expected:
         lengths = [length for length in PROMPTS if length + STEPS < exact.max_model_len]
         prompts = [rng.integers(exact.vocab_size, size=length).tolist() for length in lengths]
         params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
-        rows = [
-            ([*prompt, *output.outputs[0].token_ids], len(prompt))
-            for prompt, output in zip(prompts, exact.generate(prompts, params), strict=True)
-        ]
+        answers = [output.outputs[0].token_ids for output in exact.generate(prompts, params)]
+        rows = [([*prompt, *answer], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
         logits, rounding = torch.cat([probe_logits(exact, *row) for row in rows]), 0.0
         if rounds := _rounding_layers(exact):
             for method in rounds:
@@ -183,9 +181,8 @@ def probe_batch(engine: LLMEngine, rows: Sequence[Probed]) -> list[Tensor]:
         raise RequestError(f"a probe takes from 1 to {most} rows (scheduler.max_num_seqs), not {len(rows)}")
     for token_ids, split in rows:
         if not 0 < split <= len(token_ids) < engine.max_model_len:
-            raise RequestError(
-                f"a probe takes from 1 to {engine.max_model_len - 1} tokens, of which {split} come first"
-            )
+            most = engine.max_model_len - 1
+            raise RequestError(f"a probe takes from 1 to {most} tokens, of which {split} come first")
     needed, there = sum(_blocks_of(ids, config) for ids, _ in rows), engine.startup.num_kv_blocks
     if needed > there:
         raise RequestError(f"the rows of a probe take {needed} KV blocks, and there are {there}")

@@ -59,8 +59,8 @@ def severalfold(result: Result) -> list[str]:
         for values in stats.by_process(table.values(variant, point, name)):
             low, high = min(values), max(values)
             if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
-                metric, at = info.metrics[name], f" at {wording.point(point)}" if point else ""
-                text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
+                metric, where = info.metrics[name], f"{label}{wording.at(point)}"
+                text = f"{where}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
                 worst[variant] = high / low, text
     return [text for _, text in sorted(worst.values(), reverse=True)]
 

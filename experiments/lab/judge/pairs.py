@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import combinations
 
 from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
@@ -49,19 +50,14 @@ def gain(result: Result, variant: str, metric: str) -> Estimate | None:
 
 def of(result: Result, metric: str) -> list[Pair]:
     """Every pair that was measured, and both of it alone."""
-    names = mechanisms(result)
-    found = []
-    for index, second in enumerate(names):
-        for first in names[:index]:
-            name = next(
-                (n for n in (f"{first}{JOINED}{second}", f"{second}{JOINED}{first}") if n in result.info.variants), ""
-            )
-            a, b, both = (_by_repeat(result, variant, metric) for variant in (first, second, name))
-            repeats = [r for r in both if r in a and r in b]
-            if repeats:
-                interaction = stats.factors({r: both[r] / (a[r] * b[r]) for r in repeats})
-                alone = stats.factors(a), stats.factors(b)
-                found.append(Pair(first, second, alone, stats.factors(both), interaction))
+    names, found = mechanisms(result), []
+    for first, second in sorted(combinations(names, 2), key=lambda pair: names.index(pair[1])):
+        called = (f"{first}{JOINED}{second}", f"{second}{JOINED}{first}")
+        joined = next((name for name in called if name in result.info.variants), "")
+        both, a, b = (_by_repeat(result, variant, metric) for variant in (joined, first, second))
+        if repeats := [r for r in both if r in a and r in b]:
+            interaction = stats.factors({r: both[r] / (a[r] * b[r]) for r in repeats})
+            found.append(Pair(first, second, (stats.factors(a), stats.factors(b)), stats.factors(both), interaction))
     return found
 
 
@@ -96,17 +92,10 @@ def sentence(result: Result) -> str:
 def _grid(result: Result, metric: str) -> Grid:
     rows = []
     for pair in of(result, metric):
-        product = pair.alone[0].median * pair.alone[1].median
-        rows.append(
-            (
-                f"{pair.first}{JOINED}{pair.second}",
-                f"{wording.number(pair.alone[0].median)}x, {wording.number(pair.alone[1].median)}x",
-                f"{wording.number(product)}x",
-                wording.interval(pair.both, "x"),
-                wording.interval(pair.interaction, "x"),
-                TOLD[pair.interaction.told],
-            )
-        )
+        alone = [gain.median for gain in pair.alone]
+        medians = ", ".join(f"{wording.number(gain)}x" for gain in alone), f"{wording.number(math.prod(alone))}x"
+        shown = (wording.interval(found, "x") for found in (pair.both, pair.interaction))
+        rows.append((f"{pair.first}{JOINED}{pair.second}", *medians, *shown, TOLD[pair.interaction.told]))
     title = f"Pairs, by their gain in {result.info.metrics[metric].label}"
     header = ("pair", "alone", "product", "together [95 %]", "together / product", "so the pair brings")
     return Grid(title, header, tuple(rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import TypeVar
 
 import numpy as np
@@ -65,16 +65,10 @@ class Kept(float):
         return self > 0 and math.isfinite(self.missed)
 
 
-def median(values: Sequence[float]) -> float:
-    if not values:
-        raise ValueError("the median of no values is not defined")
-    return float(np.median(np.asarray(values, dtype=np.float64)))
-
-
 def estimate(values: Sequence[float]) -> Estimate:
     """The median, with a Student t interval of the mean (Student 1908): of the logarithms where all values are above
     0, as times, rates and ratios are, which vary by factors; else of the values. docs/metrics.md says why."""
-    centre, n = median(values), len(values)
+    centre, n = float(median(values)), len(values)
     if n == 1:
         return Estimate(centre, None, None, 1)
     if min(values) == max(values):
@@ -174,7 +168,7 @@ def _missed(values: Mapping[Turn, float]) -> dict[Turn, float]:
 
 def _enclosing(found: Estimate, kept: Sequence[float], missed: Sequence[float]) -> Estimate:
     """`found` of the rates that were kept, with an interval up to those that were missed."""
-    lowest, end = min(kept), median(missed)
+    lowest, end = min(kept), float(median(missed))
     if found.low is not None:
         high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
         found = replace(found, low=found.low if lowest > 0 else 0.0, high=high)

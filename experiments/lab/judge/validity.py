@@ -79,11 +79,9 @@ def stuck_sampler(e: Evidence) -> str:
 def unsteady_tokens(e: Evidence) -> str:
     if e.first_tokens is None or not all(r.tells_tokens for r in e.requests):
         return ""
-    pairs = zip(e.requests, e.first_tokens, strict=True)
+    pairs, count = zip(e.requests, e.first_tokens, strict=True), len(e.requests)
     changed = sum(1 for r, first in pairs if not r.error and tuple(r.token_ids) != tuple(first))
-    return (
-        f"{changed} of {len(e.requests)} requests got other greedy tokens than in the first repeat" if changed else ""
-    )
+    return f"{changed} of {count} requests got other greedy tokens than in the first repeat" if changed else ""
 
 
 def unintended_hits(e: Evidence) -> str:

@@ -6,25 +6,16 @@ Blocks lie scattered over the cache. Bytes are the K and V that a step reads; op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.lab.kernels.case import (
-    Case,
-    Implementation,
-    VariantAbsent,
-    Work,
-    heads,
-    prepare,
-    require_triton,
-    row_error,
-    worst,
-)
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, heads, prepare, require_triton, some
 from mini_infer.attention.backend import Kind, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
@@ -40,7 +31,7 @@ FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it 
 
 
 class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_size=16):
-    """One new token of each sequence. The layers of one KV store are the sets of inputs."""
+    """One new token of each sequence. A set of inputs is a layer of one KV store, and queries."""
 
     kind: Kind = "decode"
 
@@ -53,7 +44,6 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
         self.count, self.length = self.shape["batch"], self.shape["length"]
         self.queries = self.shape.get("queries", 1)  # tokens of each sequence that are computed
         self._held: list[Any] = []  # what graphs know nothing of but the address
-        self._copies = 0
         if self.queries > self.length:
             raise ConfigError(f"the case {self.name}: {self.queries} queries of a sequence of {self.length} tokens")
 
@@ -66,55 +56,42 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
         return Work(kv * kv_bytes + moved * self.dtype.itemsize, flops, "read_gb_s")
 
     def allocate(self, copies: int) -> None:
-        block_size, head_dim, self._copies = self.shape["block_size"], self.shape["head_dim"], copies
+        block_size, query = self.shape["block_size"], (self.count * self.queries, self._heads, self.shape["head_dim"])
         width = math.ceil(self.length / block_size)
+        self.sets = [(layer, self.random(*query)) for layer in range(copies)]
         self._store = self._stored(self.count * width, self.dtype)
         self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
-        self._batch = self._new_batch(order, block_size)
-        self._q = [self.random(self.count * self.queries, self._heads, head_dim) for _ in range(copies)]
+        self._batch = self._batch_of(order)
 
     def _stored(self, num_blocks: int, dtype: torch.dtype) -> KVStore:
-        layout = KVLayout.of_heads(self._copies, self._kv_heads, self.shape["head_dim"], dtype)
+        layout = KVLayout.of_heads(len(self.sets), self._kv_heads, self.shape["head_dim"], dtype)
         return KVStore(layout, num_blocks=num_blocks, block_size=self.shape["block_size"], device=self.device)
 
-    def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
+    def _batch_of(self, block_tables: np.ndarray) -> AttentionBatch:
         """`count` sequences of `length` tokens, the last `queries` of which are computed. block_tables [count, W]"""
-        places = np.arange(self.length - self.queries, self.length)
-        slots = block_tables[:, places // block_size] * block_size + places % block_size
+        places, size = np.arange(self.length - self.queries, self.length), self.shape["block_size"]
+        slots = block_tables[:, places // size] * size + places % size
         starts, lens = np.arange(self.count + 1) * self.queries, np.full(self.count, self.length)
-
-        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(self.device, dtype)
-
+        long = [torch.from_numpy(each).to(self.device) for each in (np.tile(places, self.count), slots.ravel())]
+        short = [torch.from_numpy(each).to(self.device, torch.int32) for each in (block_tables, starts, lens)]
+        decoded = self.count if self.kind == "decode" else 0
         return AttentionBatch.of_rows(
-            put(np.tile(places, self.count), torch.int64),
-            put(slots.ravel(), torch.int64),
-            put(block_tables, torch.int32),
-            put(starts, torch.int32),
-            put(lens, torch.int32),
-            num_decode_rows=self.count if self.kind == "decode" else 0,
-            host_query_starts=starts,
-            host_seq_lens=lens,
+            *long, *short, num_decode_rows=decoded, host_query_starts=starts, host_seq_lens=lens
         )
 
     def _backend(self, choice: AttentionChoice) -> Implementation:
-        needs = Requirements(
-            layout=self._store.layout,
-            block_size=self.shape["block_size"],
-            dtype=self.dtype,
-            device=self.device,
-            sliding_window=False,
-        )
+        layout, size = self._store.layout, self.shape["block_size"]
+        needs = Requirements(layout, size, self.dtype, self.device, sliding_window=False)
         try:
             backend = select_backend(choice, self.kind, needs).backend
         except ConfigError as error:
             reason = str(error).partition(f": {choice.value}: ")[2].partition(". Others:")[0]
             raise VariantAbsent(reason or str(error)) from error
         begin = backend.decode if self.kind == "decode" else backend.prefill
-        step = begin(self._batch, ModelAttention(self._store, [None] * self._copies, self._scale))
+        step = begin(self._batch, ModelAttention(self._store, [None] * len(self.sets), self._scale))
         self._held.append(step)
-        return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
+        return self.on_sets(step, backend.capabilities.graph_safe)
 
     def _fa3(self) -> Implementation:
         """FlashAttention-3 as vLLM calls it, planned once for all layers of a step."""
@@ -122,7 +99,7 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
 
         store, batch = self._store, self._batch
         starts = torch.arange(self.count + 1, dtype=torch.int32, device=self.device) * self.queries
-        outputs = [torch.empty_like(q) for q in self._q]
+        outputs = [torch.empty_like(q) for _, q in self.sets]
         plan: dict[str, Any] = {"max_seqlen_q": self.queries, "max_seqlen_k": self.length, "cu_seqlens_q": starts}
 
         def with_splits(splits: int) -> Implementation:
@@ -139,12 +116,12 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
                 **plan,
             )
             self._held.append(metadata)
-            return Implementation(
-                lambda copy: flash_attn_varlen_func(
-                    q=self._q[copy],
-                    k=store.keys(copy),
-                    v=store.values(copy),
-                    out=outputs[copy],
+            return self.on_sets(
+                lambda layer, q: flash_attn_varlen_func(
+                    q=q,
+                    k=store.keys(layer),
+                    v=store.values(layer),
+                    out=outputs[layer],
                     seqused_k=batch.seq_lens,
                     block_table=batch.block_tables,
                     softmax_scale=self._scale,
@@ -157,24 +134,18 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
             )
 
         candidates = [with_splits(splits) for splits in FA3_SPLITS]
-        return min(candidates, key=lambda candidate: prepare(candidate, self._copies, self.device).sample_us())
+        return min(candidates, key=lambda candidate: prepare(candidate, len(self.sets), self.device).sample_us())
 
-    def error(self, output: Any) -> float:
-        rows = np.unique(np.linspace(0, self.count - 1, CHECKED_ROWS).round().astype(int)).tolist()
-        queries = np.unique(np.linspace(0, self.queries - 1, CHECKED_QUERIES).round().astype(int)).tolist()
-        return worst(self._error_of(output, row, query) for row in rows for query in queries)
-
-    def _error_of(self, output: Tensor, row: int, query: int) -> float:
-        """Of one query: softmax(q k^T) v over the keys that it sees, in fp32."""
-        seen = self.length - self.queries + query + 1
-        blocks = self._batch.block_tables[row].long()
-        keys, values = (
-            side[blocks].flatten(0, 1)[:seen].float() for side in (self._store.keys(0), self._store.values(0))
-        )
-        place = row * self.queries + query
-        q = self._q[0][place].float().unflatten(0, (self._kv_heads, -1))  # [KV heads, group, head_dim]
-        weights = (torch.einsum("hgd,lhd->hgl", q, keys) * self._scale).softmax(-1)
-        return row_error(output[place], torch.einsum("hgl,lhd->hgd", weights, values).flatten(0, 1))
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        """Of some queries softmax(q k^T) v over the keys that each sees, in fp32."""
+        sides = self._store.keys(0), self._store.values(0)
+        for row, query in product(some(self.count, CHECKED_ROWS), some(self.queries, CHECKED_QUERIES)):
+            seen, place = self.length - self.queries + query + 1, row * self.queries + query
+            blocks = self._batch.block_tables[row].long()
+            keys, values = (side[blocks].flatten(0, 1)[:seen].float() for side in sides)
+            q = self.sets[0][1][place].float().unflatten(0, (self._kv_heads, -1))  # [KV heads, group, head_dim]
+            weights = (torch.einsum("hgd,lhd->hgl", q, keys) * self._scale).softmax(-1)
+            yield output[place], torch.einsum("hgl,lhd->hgd", weights, values).flatten(0, 1)
 
 
 class FlashDecode(_Attention):
@@ -197,7 +168,8 @@ class FlashDecode(_Attention):
     def _split(self, store: KVStore) -> Implementation:
         from mini_infer.kernels.flash_decode import flash_decode, split_rows
 
-        parts = split_rows(self._q[0], store.keys(0), store.values(0), self._batch.seq_lens, window=None, query_len=1)
+        (_, q), lens = self.sets[0], self._batch.seq_lens
+        parts = split_rows(q, store.keys(0), store.values(0), lens, window=None, query_len=1)
         self._held.append(parts)
         return self._with(partial(flash_decode, parts=parts), store)
 
@@ -205,11 +177,11 @@ class FlashDecode(_Attention):
         places = self._batch.block_tables, self._batch.seq_lens
         query: dict[str, Any] = {"scale": self._scale, "window": None, "query_len": 1}
 
-        def run(copy: int) -> Tensor:
-            side = store.keys(copy), store.values(copy)
-            return kernel(self._q[copy], *side, *places, kv_scales=store.scales(copy), **query)
+        def run(layer: int, q: Tensor) -> Tensor:
+            side = store.keys(layer), store.values(layer)
+            return kernel(q, *side, *places, kv_scales=store.scales(layer), **query)
 
-        return Implementation(run)
+        return self.on_sets(run)
 
 
 class DecodeOfFp8(FlashDecode):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class Case(ABC):
     variants: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False  # no variant is torch's, which runs on a CPU
     apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run
+    sets: Sequence[tuple[Any, ...]]  # of inputs, by copy
 
     def __init_subclass__(cls, **settings: Any) -> None:
         cls.settings = {**cls.settings, **settings}
@@ -75,15 +77,23 @@ class Case(ABC):
 
     @abstractmethod
     def allocate(self, copies: int) -> None:
-        """Makes so many sets of random inputs, each somewhere else in memory."""
+        """Makes `sets`, so many, of random inputs, each somewhere else in memory."""
 
     @abstractmethod
     def implementation(self, variant: str) -> Implementation:
         """Raises VariantAbsent."""
 
+    def on_sets(self, compute: Callable[..., Any], graph_safe: bool = True) -> Implementation:
+        """Of a function of one set of inputs."""
+        return Implementation(lambda copy: compute(*self.sets[copy]), graph_safe)
+
     @abstractmethod
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        """Rows of what was computed from the first set of inputs, and what they should be."""
+
     def error(self, output: Any) -> float:
-        """The largest relative error of a row of what was computed from the first set of inputs."""
+        """The largest relative error of a row that is checked."""
+        return worst(row_error(found, expected) for found, expected in self.checked(output))
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(scale)
@@ -105,6 +115,11 @@ def heads(text: Any, name: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts) or int(parts[0]) % int(parts[1]):
         raise ConfigError(f"the case {name}: heads must look like 28/4, query heads over KV heads; got {text!r}")
     return int(parts[0]), int(parts[1])
+
+
+def some(count: int, most: int) -> list[int]:
+    """Up to `most` of so many rows, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def row_error(found: Tensor, expected: Tensor) -> float:

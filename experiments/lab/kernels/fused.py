@@ -12,7 +12,7 @@ and stay in a cache).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.lab.kernels.case import (
-    Case,
-    Implementation,
-    VariantAbsent,
-    Work,
-    heads,
-    require_triton,
-    row_error,
-    worst,
-)
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, heads, require_triton
 from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
@@ -41,7 +32,6 @@ THETA = 1e6
 
 class _Fused(Case):
     variants = (EAGER, TORCH, COMPILED, TRITON)
-    _sets: list[tuple[Any, ...]]  # of inputs
 
     def implementation(self, variant: str) -> Implementation:
         compute: Callable[..., Any] = self.eager
@@ -52,13 +42,13 @@ class _Fused(Case):
         elif variant == TRITON:
             require_triton(self.device)
             compute = partial(self.compute, TritonKernels())
-        return Implementation(lambda copy: compute(*self._sets[copy]))
+        return self.on_sets(compute)
 
     def _compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()  # each shape is compiled for itself
         compiled = torch.compile(compute, dynamic=False)
         try:
-            compiled(*self._sets[0])
+            compiled(*self.sets[0])
         except Exception as error:  # the compiler's own errors, the C compiler's, Triton's
             reason = str(error).strip().partition("\n")[0]
             raise VariantAbsent(f"torch.compile fails here ({type(error).__name__}: {reason})") from error
@@ -70,11 +60,9 @@ class _Fused(Case):
     def eager(self, *inputs: Any) -> Any:
         raise NotImplementedError
 
-    def error(self, output: Any) -> float:
-        expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
-        if isinstance(output, Tensor):
-            return row_error(output, expected)
-        return worst(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self.sets[0]))
+        return [(output, expected)] if isinstance(output, Tensor) else zip(output, expected, strict=True)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -99,7 +87,7 @@ class AddRmsNorm(_Fused, tokens=None, hidden=4096):
     def allocate(self, copies: int) -> None:
         size = (self.shape["tokens"], self.shape["hidden"])
         weight = self.random(self.shape["hidden"])
-        self._sets = [(self.random(*size), self.random(*size), weight) for _ in range(copies)]
+        self.sets = [(self.random(*size), self.random(*size), weight) for _ in range(copies)]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> tuple[Tensor, Tensor]:
         x, residual, weight = inputs
@@ -120,7 +108,7 @@ class SiluMul(_Fused, tokens=None, inner=4096):
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
-        self._sets = [(self.random(self.shape["tokens"], 2 * self.shape["inner"]),) for _ in range(copies)]
+        self.sets = [(self.random(self.shape["tokens"], 2 * self.shape["inner"]),) for _ in range(copies)]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         return kernels.silu_mul(*inputs)
@@ -152,13 +140,12 @@ class RopeAndStore(_Fused, tokens=None, heads=None, qk_norm=False, head_dim=128)
         table = RotaryTable(RopeSpec(THETA), head_dim, 2 * tokens, self.dtype, self.device)
         norms = [self.random(head_dim) if self.shape["qk_norm"] else None for _ in range(2)]
         slots = 2 * torch.arange(tokens, device=self.device)  # every other one, so that a wrong slot shows
-        self._sets = []
+        half, self.sets = head_dim // 2, []
         for _ in range(copies):
             cos, sin = table(torch.randperm(2 * tokens, device=self.device)[:tokens])
             places = (slots.clone(), self.random(*cache), self.random(*cache))
-            half = head_dim // 2
             unsigned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # as transformers has it
-            self._sets.append((self.random(tokens, width), *norms, cos, sin, unsigned, *places))
+            self.sets.append((self.random(tokens, width), *norms, cos, sin, unsigned, *places))
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         qkv, q_weight, k_weight, cos, sin, _, slots, keys, values = inputs
@@ -175,16 +162,14 @@ class RopeAndStore(_Fused, tokens=None, heads=None, qk_norm=False, head_dim=128)
         values.index_copy_(0, slots, v)
         return _rotate(q, cos, sin)
 
-    def error(self, output: Any) -> float:
-        *given, slots, keys, values = self._sets[0]
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        *given, slots, keys, values = self.sets[0]
         exact = [torch.zeros_like(side, dtype=torch.float32) for side in (keys, values)]
         floats = (None if tensor is None else tensor.float() for tensor in given)
-        q = self.compute(TorchKernels(), *floats, slots, *exact)
-        stored = zip((keys, values), exact, strict=True)
-        error = worst((row_error(output, q), *(row_error(found[slots], right[slots]) for found, right in stored)))
-        for side in (keys, values):  # what the next implementation does not store itself must not be found right
-            side.normal_()
-        return error
+        yield output, self.compute(TorchKernels(), *floats, slots, *exact)
+        for side, right in zip((keys, values), exact, strict=True):
+            yield side[slots], right[slots]
+            side.normal_()  # what the next implementation does not store itself must not be found right
 
 
 class Gemv(Case, **{"rows": None, "out": None, "in": None}):
@@ -200,19 +185,16 @@ class Gemv(Case, **{"rows": None, "out": None, "in": None}):
 
     def allocate(self, copies: int) -> None:
         rows, out, into = (self.shape[key] for key in ("rows", "out", "in"))
-        self._x = [self.random(rows, into) for _ in range(copies)]
-        self._weights = [self.random(out, into, scale=into**-0.5) for _ in range(copies)]
+        self.sets = [(self.random(rows, into), self.random(out, into, scale=into**-0.5)) for _ in range(copies)]
 
     def implementation(self, variant: str) -> Implementation:
         if variant == EAGER:
-            return Implementation(self._with(F.linear))
+            return self.on_sets(F.linear)
         require_triton(self.device)
         from mini_infer.kernels.gemv import gemv
 
-        return Implementation(self._with(gemv))
+        return self.on_sets(gemv)
 
-    def _with(self, linear: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], Tensor]:
-        return lambda copy: linear(self._x[copy], self._weights[copy])
-
-    def error(self, output: Any) -> float:
-        return row_error(output, self._x[0].float() @ self._weights[0].float().T)
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        x, weight = self.sets[0]
+        return [(output, x.float() @ weight.float().T)]

@@ -6,24 +6,16 @@ operations bound it: 2 * (2 rank + rope_dim) for each head and cached token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.lab.kernels.attention import SINGLE_PASS, SPLIT_K
-from experiments.lab.kernels.case import (
-    Case,
-    Implementation,
-    VariantAbsent,
-    Work,
-    require_triton,
-    row_error,
-    worst,
-)
+from experiments.lab.kernels.attention import CHECKED_ROWS, SINGLE_PASS, SPLIT_K
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, some
 
 FLASH_MLA = "flash_mla"
-CHECKED_ROWS = 4
 
 
 class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64, block_size=64):
@@ -42,11 +34,8 @@ class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64
     def work(self, variant: str = "") -> Work:
         heads, batch, length = (self.shape[key] for key in ("heads", "batch", "length"))
         both = self._size + self._rank
-        return Work(
-            batch * (length * self._size + heads * both) * self.dtype.itemsize,
-            2.0 * batch * length * heads * both,
-            "read_gb_s",
-        )
+        moved = batch * (length * self._size + heads * both)
+        return Work(moved * self.dtype.itemsize, 2.0 * batch * length * heads * both, "read_gb_s")
 
     def allocate(self, copies: int) -> None:
         batch, length, block_size = (self.shape[key] for key in ("batch", "length", "block_size"))
@@ -54,8 +43,8 @@ class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64
         blocks = batch * width
         self._tables = torch.randperm(blocks, device=self.device).int().view(batch, width)
         self._lens = torch.full((batch,), length, dtype=torch.int32, device=self.device)
-        self._latents = [self.random(blocks, block_size, self._size) for _ in range(copies)]
-        self._q = [self.random(batch, self.shape["heads"], self._size) for _ in range(copies)]
+        latents, q = (blocks, block_size, self._size), (batch, self.shape["heads"], self._size)
+        self.sets = [(self.random(*q), self.random(*latents)) for _ in range(copies)]
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FLASH_MLA:
@@ -64,11 +53,11 @@ class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64
         from mini_infer.kernels.mla_decode import mla_decode, split_latent_rows
 
         rows = self._rank, self._tables, self._lens
-        parts = None
+        (first, latents), parts = self.sets[0], None
         if variant == SPLIT_K:
-            parts = split_latent_rows(self._q[0], self._latents[0], self._rank, self._lens, query_len=1)
-        options = {"scale": self._scale, "query_len": 1, "parts": parts}
-        return Implementation(lambda copy: mla_decode(self._q[copy], self._latents[copy], *rows, **options))
+            parts = split_latent_rows(first, latents, self._rank, self._lens, query_len=1)
+        options: dict[str, Any] = {"scale": self._scale, "query_len": 1, "parts": parts}
+        return self.on_sets(lambda q, latents: mla_decode(q, latents, *rows, **options))
 
     def _flash_mla(self) -> Implementation:
         """As vLLM calls it: what it plans from the lengths in its first call, later ones share."""
@@ -79,10 +68,10 @@ class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64
             raise VariantAbsent(f"FlashMLA: {why}")
         plan, _ = flashmla.get_mla_metadata()
 
-        def run(copy: int) -> Tensor:
+        def run(q: Tensor, latents: Tensor) -> Tensor:
             out, _ = flashmla.flash_mla_with_kvcache(
-                q=self._q[copy][:, None],
-                k_cache=self._latents[copy][:, :, None],
+                q=q[:, None],
+                k_cache=latents[:, :, None],
                 block_table=self._tables,
                 cache_seqlens=self._lens,
                 head_dim_v=self._rank,
@@ -91,14 +80,12 @@ class MLADecode(Case, heads=None, batch=None, length=None, rank=512, rope_dim=64
             )
             return out[:, 0]
 
-        run(0)
-        return Implementation(run)
+        run(*self.sets[0])
+        return self.on_sets(run)
 
-    def error(self, output: Any) -> float:
-        rows = torch.linspace(0, self.shape["batch"] - 1, CHECKED_ROWS).round().long().unique().tolist()
-        return worst(self._error_of(output, row) for row in rows)
-
-    def _error_of(self, output: Tensor, row: int) -> float:
-        keys = self._latents[0][self._tables[row].long()].flatten(0, 1)[: self.shape["length"]].float()
-        weights = (self._q[0][row].float() @ keys.T * self._scale).softmax(-1)
-        return row_error(output[row], weights @ keys[:, : self._rank])
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        q, latents = self.sets[0]
+        for row in some(self.shape["batch"], CHECKED_ROWS):
+            keys = latents[self._tables[row].long()].flatten(0, 1)[: self.shape["length"]].float()
+            weights = (q[row].float() @ keys.T * self._scale).softmax(-1)
+            yield output[row], weights @ keys[:, : self._rank]

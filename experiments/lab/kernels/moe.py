@@ -11,7 +11,7 @@ Bytes are the weights of the experts that are chosen at all, and tokens in and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, some
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
@@ -46,9 +46,8 @@ class MoELayer(Case, tokens=None, routing="uniform", experts=128, chosen=8, hidd
         drawn = Routing.learned if routing == "one" else Routing(routing)
         logits = -torch.arange(float(experts)).expand(tokens, experts)
         every = torch.arange(tokens)
-        self._ids, _ = route_reference(
-            logits, None, RouterSpec(experts, chosen, routing=drawn), TokenPlaces(every, every)
-        )
+        router = RouterSpec(experts, chosen, routing=drawn)
+        self._ids, _ = route_reference(logits, None, router, TokenPlaces(every, every))
         self._counts = self._ids.flatten().bincount(minlength=experts)
 
     def work(self, variant: str = "") -> Work:
@@ -58,42 +57,31 @@ class MoELayer(Case, tokens=None, routing="uniform", experts=128, chosen=8, hidd
         return Work(moved * self.dtype.itemsize, 2.0 * tokens * chosen * expert, "read_gb_s")
 
     def allocate(self, copies: int) -> None:
-        tokens, chosen, hidden, inner = (self.shape[key] for key in ("tokens", "chosen", "hidden", "inner"))
-        ids = self._ids.to(self.device)
-        self._sets = [
-            (
-                self.random(tokens, hidden),
-                Routes(ids.clone(), torch.rand(tokens, chosen, device=self.device)),
-                self.random(self.shape["experts"], 2 * inner, hidden, scale=hidden**-0.5),
-                self.random(self.shape["experts"], hidden, inner, scale=inner**-0.5),
-            )
-            for _ in range(copies)
-        ]
+        tokens, count, hidden, inner = (self.shape[key] for key in ("tokens", "experts", "hidden", "inner"))
+        ids, self.sets = self._ids.to(self.device), []
+        for _ in range(copies):
+            routes = Routes(ids.clone(), torch.rand(ids.shape, device=self.device))
+            gate_up = self.random(count, 2 * inner, hidden, scale=hidden**-0.5)
+            down = self.random(count, hidden, inner, scale=inner**-0.5)
+            self.sets.append((self.random(tokens, hidden), routes, gate_up, down))
 
     def implementation(self, variant: str) -> Implementation:
         padded = partial(_padded, int(self._counts.max()))
         in_torch: dict[str, Callable[..., Tensor]] = {DENSE: _dense, PADDED: padded, PACKED: _packed}
         if compute := in_torch.get(variant):
-            return Implementation(lambda copy: compute(*self._sets[copy]), graph_safe=variant != PACKED)
+            return self.on_sets(compute, graph_safe=variant != PACKED)
         if variant == FEW and self.shape["tokens"] > MOST_FEW:
             raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
         require_triton(self.device)
         from mini_infer.kernels.moe.experts import experts
 
-        few_tokens = MOST_FEW if variant == FEW else 0
+        few = MOST_FEW if variant == FEW else 0
+        return self.on_sets(lambda x, routes, *weights: experts(x, routes, ExpertWeights(*weights), few_tokens=few))
 
-        def run(copy: int) -> Tensor:
-            x, routes, gate_up, down = self._sets[copy]
-            return experts(x, routes, ExpertWeights(gate_up, down), few_tokens=few_tokens)
-
-        return Implementation(run)
-
-    def error(self, output: Any) -> float:
-        x, routes, gate_up, down = self._sets[0]
-        some = torch.linspace(0, len(x) - 1, min(len(x), CHECKED_TOKENS), device=self.device).round().long()
-        exact = ExpertWeights(gate_up.float(), down.float())
-        expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
-        return row_error(output[some], expected)
+    def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        x, routes, *weights = self.sets[0]
+        rows, exact = some(len(x), CHECKED_TOKENS), ExpertWeights(*(weight.float() for weight in weights))
+        return [(output[rows], experts_reference(x[rows].float(), Routes(*(part[rows] for part in routes)), exact))]
 
 
 def _products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
 def answer(result: Result) -> str:
     """The sentence, the count of verdicts, and what counts against the numbers."""
-    info, faults = result.info, invalid(result)
+    info, faults = result.info, len(result.faults)
     failed = sum(not gate.passed for gate in info.every_gate)
     absent = dict.fromkeys(info.variants[row.variant] for row in result.rows if row.is_absent)
     parts = [
@@ -107,10 +107,6 @@ def figures(effect: Effect, info: RunInfo) -> str:
         return f"{own}, target {wording.value(effect.target, effect.metric, info, unit=False)}"
     base = wording.middle(effect.base, effect.metric, info, unit=False)
     return f"{base} -> {own}" if effect.beside in OFF else f"{own} against {base}"
-
-
-def invalid(result: Result) -> int:
-    return sum(1 for row in result.rows if row.is_fault)
 
 
 def flags(result: Result) -> list[str]:

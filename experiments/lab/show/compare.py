@@ -109,10 +109,8 @@ def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
 
 
 def _differences(*infos: RunInfo) -> list[str]:
-    first, second = (
-        points.flat({**info.config, "device": info.provenance.device, "versions": info.provenance.versions})
-        for info in infos
-    )
+    origins = [{"device": info.provenance.device, "versions": info.provenance.versions} for info in infos]
+    first, second = (points.flat(info.config | origin) for info, origin in zip(infos, origins, strict=True))
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
     told = ((key, first.get(key, wording.NOTHING), second.get(key, wording.NOTHING)) for key in keys)
     lines = [f"  {key}: {_shown(before)} -> {_shown(after)}" for key, before, after in told if before != after]

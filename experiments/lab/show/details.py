@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, stacks, timeline
-from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
 from experiments.lab.store.result import Result, RunInfo, run_path
 from experiments.lab.store.rows import Row
@@ -32,21 +30,20 @@ where the whole interval lies on one side of its bound, else *inconclusive*. INV
 counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 
 
-def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
-    """A fold each, as markdown; `picture` writes the line that shows one."""
+def details(result: Result) -> list[str]:
+    """A fold each, as markdown."""
     info = result.info
     tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
-    dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)
               for line in wording.verdicts(result)]  # fmt: skip
     return [
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
-        fold("Figures", "\n\n".join([*map(picture, gallery.of(result).others), *_steps(result)])),
+        fold("Figures", "\n\n".join([*(picture.line for picture in gallery.of(result).others), *_steps(result)])),
         fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
         fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
-        fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
+        fold(f"INVALID: {len(result.faults):,} values were kept but not counted", _invalid(result)),
         fold("Where a decode step's time goes", profiles and "\n\n".join([stacks.describe(result), *profiles])),
         fold("What was generated", _samples(info)),
         fold("How it was measured, and how to run it again", _made(result)),
@@ -83,12 +80,12 @@ def _made(result: Result) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _invalid(dropped: Sequence[Row], info: RunInfo) -> str:
+def _invalid(result: Result) -> str:
     """Values by reason, so that a pass that does not count is one line and not one a metric."""
     found: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    for row in dropped:
+    for row in result.faults:  # the notes say who is absent
         found.setdefault(row.reason, {}).setdefault((row.variant, row.point), []).append(row)
-    lines = []
+    info, lines = result.info, []
     for reason, cells in found.items():
         lines.append(f"- {reason}:")
         for (variant, point), rows in cells.items():

@@ -234,9 +234,9 @@ REPORTED = {  # of the error table
 def errors_of_predictions(result: Result) -> list[Grid]:
     """A row a load: of each metric the errors of all variants' predictions, in the variants' order, and the worst."""
     info, predictions = result.info, predictions_of(result.info)
-    found = {(m.point, m.metric, m.variant): m for m in prediction.misses(result.rows, predictions)}
+    found = {(m.point, m.metric, m.variant): m for m in _asked_for(result)}
     metrics = [name for name in REPORTED if any(name == metric for _, metric, _ in found)]
-    if not metrics or not _is_about(result):
+    if not metrics:
         return []
     rows, many = [], len(predictions) > 1
     for point in info.points:
@@ -268,8 +268,7 @@ def gains_predicted(result: Result) -> list[Grid]:
 
 def misses_in_words(result: Result) -> str:
     """Of a run that asks how good predictions are: their errors, metric by metric. Empty of any other."""
-    told, predictions = [], predictions_of(result.info)
-    found = list(prediction.misses(result.rows, predictions)) if _is_about(result) else []
+    told, found, predictions = [], _asked_for(result), predictions_of(result.info)
     for name, short in REPORTED.items():
         own = [miss for miss in found if miss.metric == name]
         if own:
@@ -279,9 +278,11 @@ def misses_in_words(result: Result) -> str:
     return f"Predictions are off by, in the median: {'; '.join(told)}." if told else ""
 
 
-def _is_about(result: Result) -> bool:
-    """Whether claims are on the predictions themselves."""
-    return any(claim.variant in predictions_of(result.info) for claim in result.info.claims)
+def _asked_for(result: Result) -> list[Miss]:
+    """The errors of predictions, where claims are on these themselves."""
+    predictions = predictions_of(result.info)
+    asked = any(claim.variant in predictions for claim in result.info.claims)
+    return list(prediction.misses(result.rows, predictions)) if asked else []
 
 
 def _size(miss: Miss) -> float:

@@ -63,9 +63,8 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
         return re.sub(r'style="([^"]*)"', lambda x: f'class="{styles.setdefault(x[1], f"s{len(styles)}")}"', svg)
 
     alone = {name: shared(svg) for name, svg in sorted(figures.items())}
-    sections = "\n".join(
-        f'<section id="{html.escape(name)}">\n{_section(text, alone)}</section>' for name, text in pages.items()
-    )
+    made = {html.escape(name): _section(text, alone) for name, text in pages.items()}
+    sections = "\n".join(f'<section id="{name}">\n{section}</section>' for name, section in made.items())
     classes = "\n".join(f".{name}{{{style}}}" for style, name in styles.items())
     patterns = "".join(f'<pattern id="{name}"{hatch}' for hatch, name in hatches.items())
     return (

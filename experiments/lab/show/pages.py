@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
@@ -15,16 +14,14 @@ from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, grids, wording
-from experiments.lab.show.answer import badges, flags, invalid, sentence
+from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
-from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.show.grids import INVALID
 from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
-FIGURES = "figures"  # their folder beside the pages
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
 
 
@@ -40,17 +37,12 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         first.question,
     ]
     for result in results:
-        line = partial(_shown, result.info)
         if len(results) > 1 or result.info.run != "default":
             parts.append(f"## {heading(result.info)}")
-        parts += [screen(result, since, line), *details(result, line)]
+        parts += [screen(result, since), *details(result)]
     parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _shown(info: RunInfo, picture: Picture) -> str:
-    return f"![{picture.title}]({FIGURES}/{figure_name(info, picture.name)})"
 
 
 def heading(info: RunInfo) -> str:
@@ -62,17 +54,11 @@ def overrides(info: RunInfo) -> str:
     return ", ".join(f"`{piece}`" for piece in info.run.split(",") if piece)
 
 
-def figure_name(info: RunInfo, picture: str) -> str:
-    run = "" if info.run == "default" else f"-{info.run}"
-    return f"{page_name(info)}-{info.hardware}{run}-{picture}.png"
-
-
-def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> str:
-    """`picture` writes the line that shows one."""
+def screen(result: Result, since: Since) -> str:
     parts = [
         f"**{sentence(result)}**",
         _strip(result, since),
-        *(picture(each) for each in gallery.of(result).first),
+        *(picture.line for picture in gallery.of(result).first),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
     ]
@@ -89,7 +75,7 @@ def moved(info: RunInfo, since: Since) -> str:
 
 
 def _strip(result: Result, since: Since) -> str:
-    info, again, faults = result.info, marks.again(result), invalid(result)
+    info, again, faults = result.info, marks.again(result), len(result.faults)
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
@@ -107,11 +93,11 @@ def _strip(result: Result, since: Since) -> str:
 
 def _not_counted(result: Result) -> list[str]:
     """Where most of the INVALID values are, and why."""
-    places = Counter((row.variant, row.point) for row in result.rows if row.is_fault)
+    places = Counter((row.variant, row.point) for row in result.faults)
     if not places:
         return []
     cell, count = places.most_common(1)[0]
-    reason = next(row.reason for row in result.rows if row.is_fault and (row.variant, row.point) == cell)
+    reason = next(row.reason for row in result.faults if (row.variant, row.point) == cell)
     where = f"{result.info.variants[cell[0]]}{wording.at(cell[1])}"
     more = f"; {places.total() - count} elsewhere" if len(places) > 1 else ""
     below = " The remarks say more." if INVALID in result.remarks else ""
@@ -148,8 +134,7 @@ def _beside_others(result: Result) -> list[str]:
 def _of_the_limit(result: Result) -> list[str]:
     """What the hardware allows, where the first claim's figure was measured."""
     info = result.info
-    every = [(variant, point) for variant in info.variants for point in info.points]
-    for cell in [effect.cell for effect in effects.of_claims(result)] or every:
+    for cell in [effect.cell for effect in effects.of_claims(result)] or info.cells:
         found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
         where = ", ".join(filter(None, (info.variants[cell[0]], wording.point(cell[1]))))

@@ -10,9 +10,10 @@ from pathlib import Path
 from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
+from experiments.lab.show.figures.gallery import FIGURES
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
-from experiments.lab.show.pages import FIGURES, MARK, figure_name, index_page, readme_with, report_page
+from experiments.lab.show.pages import MARK, index_page, readme_with, report_page
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError, page_name
 from experiments.lab.store.runs import Since, commits_since
@@ -47,10 +48,10 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         if only not in (None, page):
             continue
         own = list(group)
-        for name, picture in ((figure_name(r.info, p.name), p) for r in own for p in gallery.of(r).every):
+        for picture in (picture for r in own for picture in gallery.of(r).every):
             figure = picture.draw()
-            store.write_atomic({reports / FIGURES / name: frame.png(figure, page)})
-            drawn[name] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
+            store.write_atomic({reports / FIGURES / picture.file: frame.png(figure, page)})
+            drawn[picture.file] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
         missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
         stale |= set() if missing else {page}
         text = report_page(own, missing, known)
@@ -84,7 +85,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
     """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
-    paths = [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    paths = (reports / FIGURES / picture.file for picture in gallery.of(result).every)
     return [path for path in paths if path.is_file()]
 
 

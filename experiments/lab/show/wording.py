@@ -135,8 +135,8 @@ def number(value: float) -> str:
 
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
-    """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched. Repeats of one process
-    that are all the same, as a simulator's are on one seed, have no interval."""
+    """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched. Repeats of one process that
+    are all the same, as a simulator's are, have no interval."""
     middle = f"{estimate.beyond}{number(estimate.median)}{suffix}"
     alike = estimate.processes == 1 and estimate.low == estimate.high
     if estimate.low is None or estimate.high is None or alike:

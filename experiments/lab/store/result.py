@@ -155,7 +155,7 @@ class Result:
     @cached_property
     def table(self) -> Table:
         """With searches as their passes have bracketed the knee, those outside of the range among them."""
-        return Table(knees.bracketed(self.rows, self.info.points, self.info.config))
+        return Table(knees.bracketed(self.rows, self.info.points, self.info.config), self.info.is_simulated)
 
     def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
         """Those that count, by process and repeat."""
@@ -167,16 +167,11 @@ class Result:
     def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
-        return self._of_seeds(stats.absolute(values, about is not None and about.share)) if values else None
+        return stats.absolute(values, about is not None and about.share) if values else None
 
     def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> Estimate | None:
         """Of two (variant, point), as stats.ratio."""
-        return self._of_seeds(stats.ratio(self.values(*cell, metric), self.values(*reference, metric)))
-
-    def _of_seeds(self, found: Estimate | None) -> Estimate | None:
-        """What a simulator's repeats on one seed differ by says nothing of another seed."""
-        one = found is not None and self.info.is_simulated and found.processes == 1
-        return replace(found, low=found.median, high=found.median) if found and one else found
+        return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 
     @property
     def repeats(self) -> int:
@@ -190,25 +185,22 @@ class Result:
         info = self.info
         return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
 
-    def counts(self, variant: str, point: str, process: int = 0, repeat: int = 0) -> bool:
-        """Whether the pass does, by its rows."""
-        return (variant, point, process, repeat) in self._counting
+    @cached_property
+    def faults(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.is_fault)
 
     @cached_property
-    def _counting(self) -> set[tuple[str, str, int, int]]:
+    def counting(self) -> set[tuple[str, str, int, int]]:
+        """Passes that do, by their rows: variant, point, process, repeat."""
         return {(row.variant, row.point, row.process, row.repeat) for row in self.rows if not row.is_fault}
 
     @cached_property
     def traced(self) -> tuple[RequestRow, ...]:
         """What figures are made of: of each variant and point the requests of the first pass that counts."""
-        found: dict[tuple[str, str], tuple[Turn, list[RequestRow]]] = {}
-        for r in self.requests:
-            turn = (r.process, r.repeat)
-            if self.counts(r.variant, r.point, *turn) if r.valid is None else r.valid:
-                first, own = found.setdefault((r.variant, r.point), (turn, []))
-                if turn == first:
-                    own.append(r)
-        return tuple(r for _, own in found.values() for r in own)
+        by_rows = ((r, (r.variant, r.point, r.process, r.repeat) in self.counting) for r in self.requests)
+        own = [r for r, counts in by_rows if (counts if r.valid is None else r.valid)]
+        first = {(r.variant, r.point): (r.process, r.repeat) for r in reversed(own)}
+        return tuple(r for r in own if (r.process, r.repeat) == first[r.variant, r.point])
 
 
 def page_name(info: RunInfo) -> str:
@@ -260,7 +252,7 @@ def write(root: Path, result: Result) -> Path:
     for ending, (name, kind) in TABLES.items():
         if (rows := getattr(result, name)) or ending == ".csv":
             texts[ending] = to_csv(kind, rows)
-            stated[ending] = {"rows": len(rows), "sha256": _sha256(texts[ending])}
+            stated[ending] = {"rows": len(rows), "sha256": hashlib.sha256(texts[ending].encode()).hexdigest()}
     document = {"format": FORMAT, "tables": stated, **plain(info)}
     texts[".json"] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
@@ -274,8 +266,7 @@ def write(root: Path, result: Result) -> Path:
 
 
 def write_atomic(files: Mapping[Path, str | bytes]) -> None:
-    """A reader sees an old file or the new one, never half of it: all are written beside their places before the first
-    is touched."""
+    """A reader sees an old file or the new one, never half of it."""
     made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, temporary in made.items():
@@ -299,7 +290,7 @@ def read(path: Path) -> Result:
         for ending, stated in document.pop("tables").items():
             name, kind = TABLES[ending]
             text = _text(path.with_suffix(ending))
-            if _sha256(text) != stated["sha256"]:
+            if hashlib.sha256(text.encode()).hexdigest() != stated["sha256"]:
                 lines = max(text.count("\n") - 1, 0)
                 raise StoreError(f"{path.with_suffix(ending)} is not the one that {path.name} was written with: it has "
                                  f"{lines} of {stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
@@ -332,10 +323,6 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
                 raise
             damaged[path.relative_to(root)] = error
     return sorted(found, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:

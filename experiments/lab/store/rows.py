@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
+from statistics import median
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from mini_infer.core.config_checks import field_types
@@ -43,15 +44,19 @@ class Row:
 
 
 class Table:
-    """`absent` is (variant, point) of what nobody tried to measure."""
+    """`absent` is (variant, point) of what nobody tried to measure. A simulator's repeats in one process are alike, and
+    so have no interval: what they differ by on one seed says nothing of another."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], simulated: bool = False) -> None:
         self.absent = {(row.variant, row.point) for row in rows if row.is_absent}
         self._values: dict[tuple[str, str, str], dict[Turn, float]] = {}
         for row in rows:
             if row.valid:
                 turns = self._values.setdefault((row.variant, row.point, row.metric), {})
                 turns[row.process, row.repeat] = row.value
+        for turns in self._values.values() if simulated else ():
+            if len({process for process, _ in turns}) == 1:
+                turns.update(dict.fromkeys(turns, median(turns.values())))
 
     def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
         """Valid values by process and repeat; stats.absolute and stats.ratio take them."""

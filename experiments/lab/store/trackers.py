@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import sweep
-from experiments.lab.judge import stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
@@ -118,8 +117,7 @@ def _medians(result: Result) -> Medians:
     info, found = result.info, {}
     for metric, (variant, point) in itertools.product(info.metrics, info.cells):
         if e := result.estimate(variant, point, metric):
-            baseline = result.values(str(info.baseline), point, metric)
-            ratio = stats.ratio(result.values(variant, point, metric), baseline)
+            ratio = result.ratio((variant, point), (str(info.baseline), point), metric)
             gated = any(gate.covers(variant, point) for gate in info.every_gate)
             found[variant, point, metric] = {
                 "metric": metric,

@@ -154,7 +154,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
         for index in (n for n in range(count) if tried[n] and not found[n]):
             frame.beside(ax, "INVALID", (0, group + (index - (count - 1) / 2) * room), 3, xycoords=EDGE)
     frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names])
-    ax.set_ylabel(groups.label if named else "", fontsize=9)
+    ax.set_ylabel(groups.label if named else "")
     if not named:
         ax.set_yticks([])
     ax.margins(x=0.16)

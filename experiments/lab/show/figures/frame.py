@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import matplotlib.style
@@ -52,7 +52,12 @@ MARGIN = 1.25  # times what rules it, beyond which all else runs off
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
 
-default_style = partial(matplotlib.style.context, "default")  # whatever a user's matplotlibrc says
+_STYLE = {
+    **{"axes.labelsize": 9, "axes.titlesize": 8, "axes.titlecolor": INK, "xtick.labelsize": 9, "ytick.labelsize": 9},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "grid.linewidth": 0.8},
+}
+default_style = partial(matplotlib.style.context, ["default", _STYLE])  # whatever a user's matplotlibrc says
 
 
 def new(width: float, height: float) -> Figure:
@@ -60,12 +65,10 @@ def new(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def one(height: float, width: float = WIDTH, grid: Literal["x", "y"] = "y") -> tuple[Figure, Axes]:
+def one(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
     """A figure of one panel."""
     figure = new(width, height)
-    ax = figure.subplots()
-    tidy(ax, grid)
-    return figure, ax
+    return figure, figure.subplots()
 
 
 def png(figure: Figure, page: str) -> bytes:
@@ -142,14 +145,6 @@ def _arrows(ax: Axes) -> None:
                 ax.plot(*where, marker, color=colour, markersize=5, clip_on=False, scalex=False, scaley=False)
 
 
-def tidy(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    ax.grid(axis=grid, color="#dddddd", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(labelsize=9)
-
-
 def axis_label(metric: Metric, width: int) -> str:
     label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
     return textwrap.fill(label, width)
@@ -218,6 +213,12 @@ def name_rows(ax: Axes, names: Sequence[str]) -> None:
     """Rows from the top down, with their names on the left."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
+    grid_of_rows(ax)
+
+
+def grid_of_rows(ax: Axes) -> None:
+    ax.grid(visible=False, axis="y")
+    ax.grid(visible=True, axis="x")
 
 
 def once(ax: Axes, label: str) -> str | None:

@@ -14,14 +14,27 @@ from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
 from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store.result import Result, slug
+from experiments.lab.store.result import Result, RunInfo, page_name, slug
+
+FIGURES = "figures"  # their folder beside the pages
 
 
 @dataclass(frozen=True)
 class Picture:
+    info: RunInfo
     name: str  # of the file, without what says which result it is of
     title: str
     make: Callable[[], Figure]
+
+    @property
+    def file(self) -> str:
+        run = "" if self.info.run == "default" else f"-{self.info.run}"
+        return f"{page_name(self.info)}-{self.info.hardware}{run}-{self.name}.png"
+
+    @property
+    def line(self) -> str:
+        """Of markdown, which shows it."""
+        return f"![{self.title}]({FIGURES}/{self.file})"
 
     def draw(self) -> Figure:
         with frame.default_style():
@@ -46,16 +59,17 @@ def of(result: Result) -> Gallery:
     """The baseline's second arm stands in the tables alone."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
-    plots = [Picture(plot.name, plot.title, partial(panels, plot, result)) for plot in info.plots
+    picture = partial(Picture, info)
+    plots = [picture(plot.name, plot.title, partial(panels, plot, result)) for plot in info.plots
              if any(_known(panel, result) for panel in plot.panels)]  # fmt: skip
     courses = list(_courses(result))
-    profiles = [Picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
+    profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = len({profile.variant for profile in info.profiles}) > 1
     first = [*courses, *(profiles if compared else []), *plots][:1]
     kept = [picture.name for picture in first]
     others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each.name not in kept]
     if effects.shown(result, 1) and not at_most(result):
-        first.insert(0, Picture("effects", "How much better", partial(worth.forest, result)))
+        first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
     return Gallery(tuple(first), tuple(others))
 
 
@@ -65,21 +79,21 @@ def _courses(result: Result) -> Iterator[Picture]:
             labels = " and ".join(result.info.variants[v] for v in variants)
             title = wording.titled(f"Step by step: {labels}", point)
             name = f"steps-{slug(point)}".rstrip("-") + (f"-{index + 1}" if index else "")
-            yield Picture(name, title, partial(timeline.draw, result, point, variants))
+            yield Picture(result.info, name, title, partial(timeline.draw, result, point, variants))
 
 
 def _under_load(result: Result) -> Iterator[Picture]:
-    curve, rates = load.pareto_of(result), load.goodput_of(result)
+    curve, rates, picture = load.pareto_of(result), load.goodput_of(result), partial(Picture, result.info)
     if curve is not None:
-        yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
+        yield picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
     if rates is not None:
-        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, *rates))
+        yield picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, *rates))
     if waited := load.waits_of(result):
-        yield Picture("waits", load.waits_title(waited, result), partial(load.waits, waited, result))
+        yield picture("waits", load.waits_title(waited, result), partial(load.waits, waited, result))
     if stacks.memory_of(result):
-        yield Picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
+        yield picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:
-        yield Picture("experts", worth.EXPERTS, partial(worth.experts, result))
+        yield picture("experts", worth.EXPERTS, partial(worth.experts, result))
 
 
 NO_VALUE = "no valid value"
@@ -107,7 +121,6 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for index, (ax, (panel, own)) in enumerate(zip(axes, every, strict=False)):
         here, before = groups[index], groups[index - 1] if index % columns else None
-        frame.tidy(ax, "x" if here else "y")
         named = here is None or before is None or before.names != here.names
         if why := _panel(ax, panel, own, here, named):
             frame.nothing(ax, why)
@@ -127,11 +140,11 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     if groups is not None and groups.out_of:
         words.append(f"the best {len(groups.names)} of {groups.out_of}")
     words.append(f"{metric.better.value} is better")
-    ax.set_title(", ".join(words), fontsize=8, color=frame.INK)
+    ax.set_title(", ".join(words))
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
     if groups is not None:
-        ax.set_xlabel(frame.axis_label(metric, 32), fontsize=9)
+        ax.set_xlabel(frame.axis_label(metric, 32))
         return (not named and groups.alike) or ("" if bars.draw(ax, groups, named) else NO_VALUE)
     is_curve = panel.kind is PanelKind.curve
     places = {} if is_curve else lines.draw(ax, panel, result)
@@ -139,7 +152,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return NO_VALUE
     positive = all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
     frame.scale(ax.yaxis, panel.log_y and positive, metric.share)
-    ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
+    ax.set_ylabel(frame.axis_label(metric, 36))
     lines.bounds(ax, panel, result, places)
     return ""
 

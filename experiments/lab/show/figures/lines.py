@@ -87,7 +87,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
         frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
     else:
         frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
-    ax.set_xlabel(panel.x_label or wording.setting(key), fontsize=9)
+    ax.set_xlabel(panel.x_label or wording.setting(key))
     return {p: place_of[x] for p, x in at_x.items()}
 
 
@@ -115,11 +115,11 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
             for name, at_x, at_y in zip(short or names, x.medians, y.medians, strict=True):
                 ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
             if short:
-                ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
+                ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})")
             named = True
     if drawn:
         frame.scale(ax.xaxis, panel.log_x)
-    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44), fontsize=9)
+    ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44))
     return drawn
 
 
@@ -138,26 +138,27 @@ def _without_searches(result: Result, metric: str) -> Result:
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
     """The bounds of absolute claims about the panel's metric, without their aims. A single one is a line; several are
     marks at their points, in the colours of their variants where they are of several."""
-    claims = []
-    for claim in (side for both in result.info.claims for side in replace(both, aim=None).sides):
-        if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
+    found = []
+    for claim in result.info.claims:
+        here = claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points
+        for value in filter(math.isfinite, claim.limits if here else ()):
             top = ax.get_ylim()[1]
-            if claim.value <= FAR * top:
-                ax.set_ylim(top=max(top, 1.12 * claim.value) if claim.value > top else top)
-                claims.append(claim)
-    if len(claims) > 1 and len(places) > 1:
+            if value <= FAR * top:
+                ax.set_ylim(top=max(top, 1.12 * value) if value > top else top)
+                found.append((claim, value))
+    if len(found) > 1 and len(places) > 1:
         variants = list(result.info.variants)
-        alone = len({claim.variant for claim in claims}) == 1
+        alone = len({claim.variant for claim, _ in found}) == 1
         label = "bound of a claim" if alone else "bound of a claim, coloured by its variant"
         ax.plot([], [], color=BOUND if alone else INK, linewidth=1.6, label=label)
-        for claim in (claim for claim in claims if claim.point in places):
+        for claim, value in ((claim, value) for claim, value in found if claim.point in places):
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
-            ax.plot([x], [claim.value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
-    elif len(claims) == 1:  # of several, a curve does not tell which is whose
-        (claim,) = claims
-        least = "at least" if claim.bound.is_floor else "at most"
-        text = f"claim: {least} {wording.number(claim.value)}{wording.at(claim.point)}"
-        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--", label=text)
+            ax.plot([x], [value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
+    elif len(found) == 1:  # of several, a curve does not tell which is whose
+        ((claim, value),) = found
+        least = "at least" if value == claim.limits[0] else "at most"
+        text = f"claim: {least} {wording.number(value)}{wording.at(claim.point)}"
+        ax.axhline(value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 
 def names_of(points: Sequence[str], panel: PanelSpec, result: Result) -> tuple[list[str], str]:
@@ -227,8 +228,8 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         ax.set_xscale("log")
         frame.ticks(ax.xaxis, spread(sorted(set(places)), np.log))
     frame.scale(ax.yaxis)
-    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)), fontsize=9)
-    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
+    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
+    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")
     return bool(places)
 
 
@@ -281,6 +282,6 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     if found:
         frame.scale(ax.xaxis, log=True)
         frame.scale(ax.yaxis)
-        ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44), fontsize=9)
-        ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36), fontsize=9)
+        ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[key], 44))
+        ax.set_ylabel(frame.axis_label(info.metrics[panel.metric], 36))
     return bool(found)

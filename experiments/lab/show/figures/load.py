@@ -35,10 +35,9 @@ def pareto_of(result: Result) -> tuple[Result, str] | None:
 def pareto(result: Result, latency: str) -> Figure:
     """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
     figure, ax = frame.one(HEIGHT, WIDTH)
-    ax.set_title("up and left is better", fontsize=8, color=frame.INK)
+    ax.set(title="up and left is better", ylabel=frame.axis_label(result.info.metrics[SPEED], 36))
     lines.curve(ax, PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True), result)
     frame.scale(ax.yaxis, log=True)
-    ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
     frame.legend(figure, [ax])
     return figure
 
@@ -55,10 +54,9 @@ def goodput(result: Result, knee: str) -> Figure:
     most = max(settings[RATE] for settings in result.info.points.values())
     ax.plot([0, most], [0, most], color=frame.INK, linewidth=1, linestyle=":", label="all that is offered")
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-    ax.set_title(knee, fontsize=8, color=frame.INK)
+    ax.set(title=knee, ylabel=frame.axis_label(result.info.metrics[GOODPUT], 40))
     ax.set_xlim(left=0)
     frame.scale(ax.yaxis)
-    ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
     frame.legend(figure, [ax])
     return figure
 
@@ -122,16 +120,12 @@ def waits_of(result: Result) -> list[Waits]:
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
-    firsts: dict[str, Weighted] = {}
-    for request in result.traced:
-        here = request.point == point and request.variant in few
-        if here and request.first_token_s is not None and request.end_s is not None:
-            times, weights = firsts.setdefault(request.variant, ([], []))
-            times.append(1e3 * (request.first_token_s - request.arrival_s))
-            weights.append(1.0)
+    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in result.traced
+              if r.point == point and r.first_token_s is not None and r.end_s is not None]  # fmt: skip
+    firsts = {v: (ms, [1.0] * len(ms)) for v in few if (ms := [took for variant, took in waited if variant == v])}
     gaps = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
     for variant in few if not gaps else ():
-        own = result.steps_of(variant, point) if result.counts(variant, point) else []
+        own = result.steps_of(variant, point) if (variant, point, 0, 0) in result.counting else []
         ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
         found = [(end - before, count) for (before, _), (end, count) in pairwise(ends) if count]
         gaps |= {variant: ([time for time, _ in found], [count for _, count in found])} if found else {}
@@ -161,7 +155,6 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
     figure = frame.new(frame.WIDTH if len(found) > 1 else 0.7 * frame.WIDTH, 4.1)
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for ax, each in zip(axes, found, strict=True):
-        frame.tidy(ax)
         smallest = 100.0
         for row, (variant, label) in enumerate(result.info.variants.items()):
             if variant not in each.values:
@@ -181,8 +174,6 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(max(smallest / 1.5, 0.01), 130)
         frame.log_ticks(ax.yaxis)
-        ax.set_title("lower is better", fontsize=8, color=frame.INK)
-        ax.set_xlabel(each.label, fontsize=9)
-        ax.set_ylabel(f"share of {each.what} above (%)", fontsize=9)
+        ax.set(title="lower is better", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
     frame.legend(figure, axes)
     return figure

@@ -39,7 +39,7 @@ def draw(
     the pieces, by their names."""
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
-    figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3), grid="x")
+    figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3))
     longest = max(sum(pieces.values()) for pieces in rows.values())
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
@@ -59,7 +59,7 @@ def draw(
         frame.says(marks, [f"{who}: {wording.number(ticks[who])} {unit}, {PLAIN}" for who in rows])
     frame.name_rows(ax, [textwrap.fill(who, 26) for who in rows])
     ax.set_xlim(0, 1.15 * max(longest, *(ticks or {}).values(), 0))
-    ax.set_xlabel(axis, fontsize=9)
+    ax.set_xlabel(axis)
     frame.linear(ax.xaxis, 8)
     frame.legend(figure, [ax])
     return figure
@@ -137,10 +137,8 @@ def describe(result: Result) -> str:
 def tables(point: str, result: Result) -> list[Grid]:
     """One line a variant, and for each its kernels, the longest first; none of a point that was not profiled."""
     labels, own = result.info.variants, [profile for profile in result.info.profiles if profile.point == point]
-    rows = []
-    for p in own:
-        times = map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us))
-        rows.append((labels[p.variant], str(p.rows), *times, f"{100 * p.idle_share:.2f} %"))
+    rows = [(labels[p.variant], str(p.rows), *map(wording.number, (p.plain_us, p.profiled_us, p.busy_us, p.idle_us)),
+             f"{100 * p.idle_share:.2f} %") for p in own]  # fmt: skip
     header = ("variant", "rows", "step, µs", "profiled, µs", "kernels, µs", "idle between steps, µs", "share")
     grids = [Grid(f"Decode steps {point}".strip(), header, tuple(rows))] if rows else []
     for profile in own:

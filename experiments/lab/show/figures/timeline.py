@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,6 +26,7 @@ MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
 BINS = 400
 FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
 SEEN = 4.0  # percent of the blocks: less would not be seen
+HEAD: Any = {"fontsize": 9, "loc": "left", "fontweight": "bold", "color": "black"}  # of a column
 HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
 COLOURS = {  # in the order in which a request goes through them
     "queued": "#BDBDBD",
@@ -90,8 +92,10 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         _steps(axes[0, column], axes[1, column], course, binned)
         draw_requests(axes[2, column], first_pass(result, variant, point))
         _blocks(axes[3, column], course, steps)
-        axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
-        axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
+        axes[0, column].set_title(_title(steps, result), **HEAD)
+        axes[-1, column].set_xlabel("seconds from the start of the timed pass")
+    for ax in axes.flatten():
+        ax.tick_params(labelsize=8)
     _scales(list(axes[:, 0]), every, end)
     frame.legend(figure, axes.flatten())
     return figure
@@ -158,25 +162,19 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
     """Of the first column, which the others share."""
     names = ["tokens\nin a step", "step\n(ms)", "requests,\none a line", "KV blocks\n(%)"]
     most = max(s.decode_tokens + s.prefill_tokens for s in steps)
-    faint = max(s.decode_tokens for s in steps) < FAINT * most
-    names[0] += "\n(√ scale)" if faint else ""
+    if faint := max(s.decode_tokens for s in steps) < FAINT * most:
+        names[0] += "\n(√ scale)"
     for ax, name in zip(axes, names, strict=True):
-        for each in (every := [ax, *ax.get_shared_y_axes().get_siblings(ax)]):
-            frame.tidy(each)
-            each.tick_params(labelsize=8)
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
         ax.yaxis.set_major_formatter(frame.plain)
-        if faint and ax is axes[0]:
-            for each in every:
-                each.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
-            ax.set_yticks([0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))])
-            ax.set_ylim(0, 1.05 * most)
+    if faint:
+        axes[0].set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
+        ticks = [0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))]
+        axes[0].set(yticks=ticks, ylim=(0, 1.05 * most))
     axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
-    axes[3].set_ylim(0, 124)
-    axes[3].set_yticks([0, 50, 100])
-    axes[-1].set_xlim(0, end)
+    axes[3].set(ylim=(0, 124), yticks=[0, 50, 100], xlim=(0, end))
 
 
 def _title(steps: Sequence[StepRow], result: Result) -> str:
@@ -184,7 +182,7 @@ def _title(steps: Sequence[StepRow], result: Result) -> str:
     last, lost = steps[-1], sum(len(step.preempted) for step in steps)
     what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
     took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
-    invalid = "" if result.counts(last.variant, last.point) else " (this pass is INVALID)"
+    invalid = "" if (last.variant, last.point, 0, 0) in result.counting else " (this pass is INVALID)"
     return f"{result.info.variants[last.variant]}: {took}, {what}{invalid}"
 
 
@@ -248,13 +246,11 @@ def gantt(panel: PanelSpec, result: Result) -> Figure | None:
     figure = frame.new(frame.WIDTH, 1.6 + ROW * most)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (variant, requests) in zip(axes, found.items(), strict=True):
-        frame.tidy(ax, "x")
+        frame.grid_of_rows(ax)
         draw_requests(ax, requests)
-        ax.set_title(result.info.variants[variant], fontsize=9, loc="left", fontweight="bold")
-        ax.set_xlabel("seconds from the start of the pass", fontsize=9)
-        ax.set_yticks([])
-    axes[0].set_ylabel("requests, one a line", fontsize=9)
-    axes[0].set_ylim(most, -0.8)  # the first one on top
+        ax.set_title(result.info.variants[variant], **HEAD)
+        ax.set(xlabel="seconds from the start of the pass", yticks=[])
+    axes[0].set(ylabel="requests, one a line", ylim=(most, -0.8))  # the first one on top
     axes[0].set_xlim(left=0)
     frame.legend(figure, axes)
     return figure

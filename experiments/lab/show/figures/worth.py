@@ -28,7 +28,7 @@ TICKS = (("target", "#202020", 13), ("aim", "#E69F00", 19))  # colour and height
 def forest(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
-    figure, ax = frame.one(1.15 + 0.48 * len(found), grid="x")
+    figure, ax = frame.one(1.15 + 0.48 * len(found))
     marks = [1.0, *(place for effect, gain in found for place in (gain.median, *effect.ticks) if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
@@ -79,7 +79,7 @@ def forest(result: Result) -> Figure:
     if not other:
         alone = all(effect.reference is None for effect, _ in found)
         words = "times its target" if alone else "times better than at the point that it is compared with"
-    ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}", fontsize=9)
+    ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}")
     frame.legend(figure, [ax], least=1)
     return figure
 
@@ -134,7 +134,7 @@ def experts(result: Result) -> Figure:
     """A panel a point, of the first variant that has it: variants differ in how tokens travel, not in where they go."""
     points = list(dict.fromkeys(row.point for row in result.experts))
     figure = frame.new(frame.WIDTH, 3.6)
-    axes = figure.subplots(1, len(points), squeeze=False, sharey=True)
+    axes = figure.subplots(1, len(points), squeeze=False, sharex=True, sharey=True)
     for ax, point in zip(axes[0], points, strict=True):
         own = [row for row in result.experts if row.point == point]
         layers = [row for row in own if row.variant == own[0].variant]
@@ -142,13 +142,16 @@ def experts(result: Result) -> Figure:
         load = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
         image = ax.imshow(load, cmap="cividis", vmin=0, vmax=MOST, aspect="auto", interpolation="nearest")
         ax.grid(visible=False)
+        ax.spines[:].set_visible(True)
         lines = ax.hlines(range(len(load)), -0.5, load.shape[1] - 0.5, alpha=0)
         told = [f"layer {n}: {row.max():.2f}x the average at expert {row.argmax()}, {row.min():.2f}x at least"
                 for n, row in enumerate(load)]  # fmt: skip
         frame.says(lines, told)
-        ax.set_title(f"{point or result.info.variants[own[0].variant]}: busiest {load.max():.1f}x", fontsize=9)
-        ax.set_xlabel("expert", fontsize=9)
-    axes[0][0].set_ylabel("layer with experts", fontsize=9)
-    axes[0][0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        where = point or result.info.variants[own[0].variant]
+        ax.set_title(f"{where}: busiest {load.max():.1f}x", fontsize=9, color="black")
+        ax.set_xlabel("expert")
+    axes[0][0].set_ylabel("layer with experts")
+    for axis in (axes[0][0].xaxis, axes[0][0].yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=list(axes[0]), label="tokens, by the average expert's", extend="max")
     return figure
