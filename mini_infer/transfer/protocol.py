@@ -2,7 +2,7 @@
 
     decodes                                               computes prompts
     reserves blocks: the request is `receiving`
-      Ask (tokens, blocks)         ------------------->   a request of these tokens
+      Ask (blocks), and tokens     ------------------->   a request of these tokens
                                    <-------------------   blocks, layers and chunks at a time: a connector
       End (whether all is there)   <-------------------   when nothing of it will be written any more
     computes the prompt's last token, and samples
@@ -54,12 +54,13 @@ class Ask(NamedTuple):
     """A prompt to compute for whoever says this.
 
     at: the address of whoever is asked.
+    token_ids: they follow as bytes, packed (core/token_ids.py), and here none are said.
     first, blocks: where its KV goes: the asker's blocks of table indices from `first` on.
     """
 
     transfer_id: int
     at: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cache_salt: str
     priority: int
     first: int

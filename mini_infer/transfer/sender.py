@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import threading
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,6 +72,8 @@ class Sender:
     def hear(self, link: Link, message: Message, payload: bytearray) -> None:
         if isinstance(message, Hello) and message.machine != machine():
             link.send(Clock(message.now, self._engine.clock()))
+        if isinstance(message, Ask):
+            message = message._replace(token_ids=array("I", payload))
         self._heard.append((link, message))
         self.bell.ring()
 
