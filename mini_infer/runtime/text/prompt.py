@@ -75,10 +75,10 @@ def require_known_tokens(params: SamplingParams, vocab_size: int) -> None:
 def _checked(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-    # At C speed for the usual case; the slow search only to name the culprit. Truth values can be packed, too.
-    packed = pack(token_ids) if isinstance(token_ids, array) or bool not in set(map(type, token_ids)) else None
+    # At C speed for the usual case; the slow search only to name the culprit.
+    packed = pack(token_ids) if isinstance(token_ids, array) or set(map(type, token_ids)) == {int} else None
     if packed is not None and np.asarray(packed).max() < vocab_size:
-        return packed.tolist()
+        return list(token_ids)
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):  # numpy's integers have it too
             raise RequestError(f"prompt token {index} is {token!r}: token ids are integers", "prompt")
