@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.core.request import Handover
-from mini_infer.core.token_ids import pack
 from mini_infer.transfer.address import reach
 from mini_infer.transfer.link import Bell, Link
 from mini_infer.transfer.protocol import (
@@ -100,7 +100,7 @@ class Receiver(NoReceiver):
                 if link in self._unlike:
                     self._end(ask.transfer_id, None)
                 else:
-                    link.send(ask._replace(token_ids=()), pack(ask.token_ids))
+                    link.send(ask._replace(token_ids=array("I", ask.token_ids).tobytes()))
             except OSError as error:
                 logger.warning("no engine computes prompts at %s: %s", ask.at, error)
                 if time.perf_counter() - started > SLOW_S:

@@ -72,8 +72,6 @@ class Sender:
     def hear(self, link: Link, message: Message, payload: bytearray) -> None:
         if isinstance(message, Hello) and message.machine != machine():
             link.send(Clock(message.now, self._engine.clock()))
-        if isinstance(message, Ask):
-            message = message._replace(token_ids=array("I", payload))
         self._heard.append((link, message))
         self.bell.ring()
 
@@ -152,7 +150,7 @@ class Sender:
         export = Export(number, ask.first, ask.blocks, self._engine.config.cache.block_size)
         try:
             self._engine.add_request(
-                ask.token_ids,
+                array("I", ask.token_ids),
                 _COMPUTE,
                 request_id=request_id,
                 priority=ask.priority,

@@ -415,7 +415,7 @@ class Deaf:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def send(self, message: Message, payload: Any = b"") -> None:
+    def send(self, message: Message) -> None:
         self.said.append(message)
 
     def start(self) -> None: ...
