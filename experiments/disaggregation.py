@@ -103,6 +103,7 @@ class DisaggregationSpec(ExperimentSpec):
     prompt_tokens: tuple[Several, ...] = ()  # of prompts that come alone, whose time to the first token is split
     prompts: Count = 10  # of each length
     mixes: tuple[Mix, ...] = ()  # loads
+    again_at: tuple[dict[str, Any], ...] = ()  # the points of the baseline's second arm; left out: all of its own
     slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
     stream_tokens: int = 256  # of a stream's answer
     peer_repeats: Count = 1  # so many of measure.repeats measure vLLM, the first ones
@@ -113,7 +114,8 @@ class Disaggregation(Probe):
     reads = (
         *("engine.attention", "engine.cache", "engine.graphs", "engine.model", "engine.numerics", "engine.scheduler"),
         *("engine.parallel.routing", "engine.speculation", "hardware"),
-        *("measure.costs", "measure.gates", "measure.predict", "measure.repeats", "measure.seed", "peers.vllm"),
+        *("measure.aa", "measure.costs", "measure.gates", "measure.predict", "measure.repeats", "measure.seed"),
+        "peers.vllm",
     )
     spec: DisaggregationSpec
     baseline = TOGETHER
@@ -127,7 +129,7 @@ class Disaggregation(Probe):
         self._peer_settings = schema.build(PeerSettings, config.peers, "peers").vllm
         alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._rng = np.random.default_rng(self.settings.seed)
-        self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
+        self._requests: list[RequestRow] = []  # of loads
         self._mixes = {mix.name: mix for mix in spec.mixes}
         rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
         loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
@@ -140,6 +142,10 @@ class Disaggregation(Probe):
             + [load for load in loads if variant in self._mixes[load.values["mix"]].by]
             for variant in labels
         }
+        labels = self.with_baseline_again(labels)
+        if self.aa is not None:
+            own, asked = of[TOGETHER], enumerate(spec.again_at)
+            of[self.aa] = [points.find_point(own, at, f"experiment.again_at[{i}]") for i, at in asked] or own
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self._predictions, endless = dict[str, str](), [mix.name for mix in spec.mixes if mix.streams]
         for variant in (TOGETHER, APART, AUTO) if self.settings.predict else ():
@@ -147,7 +153,9 @@ class Disaggregation(Probe):
             self._predictions[name], labels[name] = variant, f"{labels[variant]}, predicted"
             of[name] = [load for load in loads if load in of[variant] and load.values["mix"] not in endless]
         self.variants = {variant: label for variant, label in labels.items() if of[variant]}
-        self.timed = [(variant, point) for variant, own in of.items() for point in own]
+        # The baseline's arms one behind the other, which the same engines serve.
+        order = sorted(of, key=lambda variant: self.of_arm(variant) != TOGETHER)
+        self.timed = [(variant, point) for variant in order for point in of[variant]]
 
     def measure(self, steps: Steps) -> Findings:
         keep = self.spec.keep_engines
@@ -163,7 +171,8 @@ class Disaggregation(Probe):
                 if self._peer is not None:
                     self._peer.ready()
                 found = super().measure(steps)
-        rows = [row for rows in self._requests.values() for row in rows]
+        whole = {row.repeat for row in found.rows}  # repeats: of one that was stopped nothing is kept
+        rows = [row for row in self._requests if row.repeat in whole]
         notes = prediction.remarks(found.rows, self._predictions, self.variants)
         absent, about = ("", {}) if self._peer is None else (self._peer.absent, self._peer.about)
         notes += [f"{self.variants[VLLM]}: absent, because {absent}."] if absent else []
@@ -176,7 +185,7 @@ class Disaggregation(Probe):
         if variant in self._predictions:
             return self._simulated(variant, point)
         engines = self._engines
-        engines.use(_config(self.engine, variant))
+        engines.use(_config(self.engine, self.of_arm(variant)))
         if "mix" in point.values:
             return engines.run(self._load(engines.asked, variant, point))
         return engines.run(self._alone(engines.asked, variant, point.values["prompt_tokens"]))
@@ -239,7 +248,8 @@ class Disaggregation(Probe):
             beside = ([at for at in times if at >= start] for times in heard)
             itl = stats.percentile([gap for times in beside for gap in np.diff(times)], 99)
             found["itl_p99_ms"] = None if itl is None else 1e3 * itl
-        return {**found, "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here)}
+        share = None if self.of_arm(variant) == TOGETHER else moved / max(1, moved + computed_here)
+        return {**found, "moved_share": share}
 
     def _items(self, point: Point) -> list[Item]:
         """Evenly spaced, or of a Poisson process of which it is known how many come: for all variants, in all repeats,
@@ -252,7 +262,7 @@ class Disaggregation(Probe):
 
     def _of_load(self, variant: str, point: Point, served: Served) -> dict[str, float | None]:
         """Of the requests that come while there is a steady state, if there are enough."""
-        self._requests.setdefault((variant, point.name), request_rows(variant, point.name, 0, served))
+        self._requests += request_rows(variant, point.name, self.repeat, served)
         self._served = served = served.without_ramps()
         found = formulas.measure(served, OF_LOADS, Context(self.spec.slo))
         told = {name: None if isinstance(value, Missing) else value for name, value in found.items()}

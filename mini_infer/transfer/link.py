@@ -1,4 +1,4 @@
-"""Messages, and bytes behind them, between two engine processes.
+"""Messages, and bytes behind them, between two engine processes. MessagePack, since they may come from another machine.
 
 Nobody waits for the other side: one thread sends what was put into a queue, another one takes what comes.
 """
@@ -13,12 +13,30 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
-from mini_infer.transfer.protocol import Message, decode, encode
+import msgspec
+
+from mini_infer.transfer.protocol import Message
 
 logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQ")  # bytes of the message, and of what follows it
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode([type(message).__name__, *message])
+
+
+def decode(data: bytearray) -> Message:
+    """Raises ValueError where it is no message."""
+    found = msgspec.msgpack.decode(data)
+    try:
+        kind, *fields = found
+        message: Message = _KINDS[kind](*fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no message: {found}") from error
+    return message
 
 
 class Link:

@@ -17,9 +17,8 @@ what they are in one engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 from mini_infer.core.request import Handover
 
@@ -54,12 +53,13 @@ class Ask(NamedTuple):
     """A prompt to compute for whoever says this.
 
     at: the address of whoever is asked.
+    token_ids: where they are said to another process, their bytes (core/token_ids.py).
     first, blocks: where its KV goes: the asker's blocks of table indices from `first` on.
     """
 
     transfer_id: int
     at: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cache_salt: str
     priority: int
     first: int
@@ -96,22 +96,6 @@ class End(NamedTuple):
 
 
 Message: TypeAlias = Hello | Clock | Unlike | Ask | Cancel | Blocks | End
-_KINDS = {kind.__name__: kind for kind in get_args(Message)}
-
-
-def encode(message: Message) -> bytes:
-    """Text, since it may come from another machine."""
-    return json.dumps([type(message).__name__, *message]).encode()
-
-
-def decode(data: bytes | bytearray) -> Message:
-    """Raises ValueError where it is no message."""
-    kind, *fields = json.loads(data)
-    try:
-        message: Message = _KINDS[kind](*fields)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no message: {kind}") from error
-    return message
 
 
 class Arrival(NamedTuple):

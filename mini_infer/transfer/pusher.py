@@ -7,18 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mini_infer.cache.transfer import AtOnce, SideStream
 from mini_infer.core.plan import Push
 from mini_infer.transfer.blocks import Pairs, Target
-from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared
 from mini_infer.transfer.nixl import NixlLink, NixlTarget
 from mini_infer.transfer.shares import Holding
 from mini_infer.transfer.stream import StreamTarget
+
+if TYPE_CHECKING:  # see stream.py
+    from mini_infer.transfer.link import Link
 
 logger = logging.getLogger(__name__)
 LOST = -1  # bytes, of a transfer that did not arrive

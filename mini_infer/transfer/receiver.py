@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Receiver(NoReceiver):
                 if link in self._unlike:
                     self._end(ask.transfer_id, None)
                 else:
-                    link.send(ask)
+                    link.send(ask._replace(token_ids=array("I", ask.token_ids).tobytes()))
             except OSError as error:
                 logger.warning("no engine computes prompts at %s: %s", ask.at, error)
                 if time.perf_counter() - started > SLOW_S:

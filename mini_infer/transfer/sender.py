@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import threading
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -149,7 +150,7 @@ class Sender:
         export = Export(number, ask.first, ask.blocks, self._engine.config.cache.block_size)
         try:
             self._engine.add_request(
-                ask.token_ids,
+                array("I", ask.token_ids),
                 _COMPUTE,
                 request_id=request_id,
                 priority=ask.priority,
@@ -157,7 +158,7 @@ class Sender:
                 stream=False,
                 export=export,
             )
-        except RequestError as error:
+        except (RequestError, ValueError) as error:  # bytes that are no tokens, too
             link.send(End(ask.transfer_id, str(error)))
             return
         self._pusher.open(number, self._links[link], ask.transfer_id)

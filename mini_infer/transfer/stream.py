@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.transfer.blocks import Pairs, Target, gather, scatter, words_of
-from mini_infer.transfer.link import Link
 from mini_infer.transfer.protocol import Blocks
+
+if TYPE_CHECKING:  # it is handed one; it needs msgspec, which an engine alone does without
+    from mini_infer.transfer.link import Link
 
 
 class StreamTarget(Target):

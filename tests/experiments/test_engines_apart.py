@@ -12,6 +12,7 @@ import pytest
 
 from experiments import disaggregation
 from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
+from experiments.lab.judge.stats import abba
 from experiments.lab.measure import engine_processes
 from experiments.lab.measure.engine_processes import EngineProcesses
 from experiments.lab.measure.kinds import Kind
@@ -20,10 +21,11 @@ from experiments.lab.peers import replicas
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.replicas import PeerReplicas
 from experiments.lab.peers.settings import VLLMSettings
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item
-from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import EngineConfig, replace
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.processes import gpus
@@ -164,6 +166,43 @@ def test_the_knee_is_the_highest_rate_at_which_requests_keep_the_slo(loads: Disa
     assert knees(0.95, 0.89) == [(whole, 20.0)]
     assert knees(0.5, 0.4) == [(whole, None)]
     assert knees(0.95, 0.95, valid=False) == [(whole, None)]
+
+
+def test_the_baseline_s_second_arm_is_served_by_the_same_engines_next_to_the_first(compose_config: Any) -> None:
+    at = "+experiment.again_at=[{mix: long prompts, rate_per_s: 40}]"
+    loads = made(compose_config, "measure.aa=always", at, by="together, apart")
+    timed = [(variant, point.values.get("rate_per_s")) for variant, point in loads.timed]
+    assert timed[:4] == [(TOGETHER, None), (TOGETHER, 20), (TOGETHER, 40), ("together again", 40)]
+    assert [variant for variant, _ in timed].count("together again") == 1
+    used = list[Any]()
+    loads._engines = SimpleNamespace(  # type: ignore[assignment]
+        use=used.append, asked=None, run=lambda work: work.close() or {}
+    )
+    for variant, point in loads.timed[2:4]:
+        loads.values(variant, point)
+    assert used == 2 * [replace(loads.engine, parallel={"replicas": 2})]
+    with pytest.raises(ConfigError, match=r"experiment.again_at\[0\].* names no measured point"):
+        made(compose_config, "measure.aa=always", at, by="apart")
+
+
+def test_requests_of_all_whole_repeats_are_kept(compose_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ("measure.gates=false", "measure.repeats=4", "experiment.keep_engines=false")  # none starts
+    loads = made(compose_config, *typed, by="together")
+
+    def values(variant: str, point: Any) -> dict[str, float | None]:
+        served = Served((RequestTrace(9, 3, 0.0, (0.1, 0.2, 0.3), (5, 6, 7)),), 0.0, 1.0)
+        loads._reason = ""
+        if loads.repeat == 2 and point is loads.timed[-1][1]:
+            raise EngineDead("it was killed")
+        return loads._of_load(variant, point, served)
+
+    monkeypatch.setattr(loads, "values", values)
+    with Steps("test") as steps:
+        found = loads.measure(steps)
+    assert [(row.point, row.repeat) for row in found.requests] == [
+        (point.name, repeat) for repeat in (0, 1) for _, point in abba(loads.timed, repeat)
+    ]
+    assert {row.repeat for row in found.rows} == {0, 1}
 
 
 def test_loads_are_predicted_by_the_simulator(compose_config: Any) -> None:

@@ -58,7 +58,6 @@ UNREAD = [
     ("calibrate", "measure.repeats=3", "measure.repeats"),
     ("capacity", "peers.processes=1", "peers.processes"),
     ("flash_decode", "+peers.vllm.args={seed: 3}", "peers.vllm.args.seed"),
-    ("disaggregation", "measure.aa=always", "measure.aa"),  # has a baseline, and no second arm
     ("ceilings", "measure.aa=always", "measure.aa"),
     ("quantization", "measure.aa=always", "measure.aa"),
 ]
@@ -123,7 +122,7 @@ def test_what_would_have_no_effect_is_refused(compose_config, experiment, typed_
         settle(compose_config, experiment, *typed_in)
 
 
-@pytest.mark.parametrize("experiment", ["kv_memory", "flash_decode", "all_reduce", "expert_exchange"])
+@pytest.mark.parametrize("experiment", ["kv_memory", "flash_decode", "all_reduce", "expert_exchange", "disaggregation"])
 def test_a_second_arm_that_is_typed_is_measured(compose_config, experiment):
     config = settle(compose_config, experiment, "measure.aa=always", "hardware=cpu").config
     found = schema.experiment_class(config).from_config(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from compiled import replaces_methods
 from integrity import check_scheduler
@@ -48,6 +50,8 @@ def test_prompt_as_text_as_ids_and_as_chat(engine: LLMEngine) -> None:
     assert answer.prompt_token_ids == engine.tokenizer.apply_chat_template(chat)
     assert [len(out.outputs[0].token_ids) for out in engine.generate([chat, chat], GREEDY)] == [8, 8]
     assert len(engine.generate(list(b"one"), GREEDY)) == 1
+    (packed,) = engine.generate([array("I", b"h\0\0\0i\0\0\0")], GREEDY)
+    assert packed.prompt_token_ids == list(b"hi")
     assert_idle(engine)
 
 
@@ -277,6 +281,7 @@ def test_abort_reports_once_and_frees_everything(engine: LLMEngine) -> None:
         ([], "empty"),
         ([5, 512], "id 512: ids from 0 to 511 are allowed"),
         ([5, -1], "id -1"),
+        (array("I", [5, 512]), "prompt token 1 has id 512"),
         ([5, 1.5], "token 1 is 1.5"),
         ([True, 4], "token ids are integers"),
         (list(range(1, 65)), r"has 64 tokens; at most 63 are allowed.*the model's limit is 64"),

@@ -81,9 +81,9 @@ class Engines:
                 process.stop()
 
 
-def with_engines(engines: Engines, use: Callable[[Engines], Awaitable[T]]) -> T:
+def with_engines(engines: Engines, use: Callable[[Engines], Awaitable[T]], timeout_s: float = TIMEOUT_S) -> T:
     async def run() -> T:
         async with engines.used():
             return await use(engines)
 
-    return asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(run(), timeout_s))

@@ -45,11 +45,11 @@ def test_frames_come_whole_whatever_the_pieces() -> None:
 
 def test_sampling_params_arrive_equal() -> None:
     params = SamplingParams(n=3, temperature=0.5, seed=7, stop=("a", "b"), stop_token_ids=(1,), logprobs=0)
-    add = Add(1, [1, 2], non_default_params(params), 0, "salt", True, 1.5, None)
+    add = Add(1, b"\1\0\0\0", non_default_params(params), 0, "salt", True, 1.5, None)
     (frame,) = FrameReader().feed(FrameWriter().frame(add))
     arrived = command_decoder.decode(frame)
     assert isinstance(arrived, Add)
-    assert SamplingParams(**arrived.params) == params
+    assert (arrived.prompt, SamplingParams(**arrived.params)) == (add.prompt, params)
     assert non_default_params(SamplingParams()) == {}
     (frame,) = FrameReader().feed(FrameWriter().frame(Abort(4)))
     assert command_decoder.decode(frame) == Abort(4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.token_ids import pack
 from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
@@ -45,7 +49,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tupl
         )
     if prompt and isinstance(prompt[0], Mapping):
         return None, _checked(tokenizer.apply_chat_template(list(prompt)), vocab_size)  # type: ignore[arg-type]
-    return None, _checked(list(prompt), vocab_size)  # type: ignore[arg-type]
+    return None, _checked(prompt, vocab_size)  # type: ignore[arg-type]
 
 
 def require_fit(num_tokens: int, max_model_len: int, why: str = "") -> None:
@@ -68,12 +72,13 @@ def require_known_tokens(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"{name} id {token} is out of range: 0 to {vocab_size - 1} are allowed", param)
 
 
-def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
+def _checked(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-    # One pass at C speed for the usual case; the slow search only to name the culprit.
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return token_ids
+    # At C speed for the usual case; the slow search only to name the culprit.
+    packed = pack(token_ids) if isinstance(token_ids, array) or set(map(type, token_ids)) == {int} else None
+    if packed is not None and np.asarray(packed).max() < vocab_size:
+        return list(token_ids)
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):  # numpy's integers have it too
             raise RequestError(f"prompt token {index} is {token!r}: token ids are integers", "prompt")

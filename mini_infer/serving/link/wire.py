@@ -4,7 +4,7 @@
     supervisor       Drain                                   ->  engine process
     API process  <-  Ready, then Outputs, Refused, Done, Stats   engine process
 
-Times are seconds on time.perf_counter, which all processes of a machine share.
+A prompt is bytes, four a token. Times are seconds on time.perf_counter, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Add(Message):
     """
 
     number: int
-    prompt: list[Any]  # token ids
+    prompt: bytes | list[Any]  # token ids: packed (core/token_ids.py); a list where one of them is none
     params: dict[str, Any]  # the SamplingParams that are not the defaults
     priority: Any  # int
     cache_salt: Any  # str

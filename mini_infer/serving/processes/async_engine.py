@@ -12,6 +12,7 @@ import msgspec
 from mini_infer.core.config import EngineConfig, ParallelConfig
 from mini_infer.core.errors import MiniInferError
 from mini_infer.core.request import SamplingParams
+from mini_infer.core.token_ids import pack
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from mini_infer.serving.link.link import EngineDead
@@ -191,10 +192,10 @@ class AsyncEngine:
             raise EngineDead("the engine has been closed")
         token_ids = list(token_ids)
         require_fit(len(token_ids), self.info.max_model_len)
-        now = time.perf_counter()
+        now, packed = time.perf_counter(), pack(token_ids)
         add = Add(
             number=self._num_submitted,
-            prompt=token_ids,
+            prompt=token_ids if packed is None else packed.tobytes(),
             params=non_default_params(params),
             priority=priority,
             cache_salt=cache_salt,

@@ -17,6 +17,7 @@ import selectors
 import socket
 import sys
 import time
+from array import array
 from collections import deque
 
 import torch
@@ -336,7 +337,7 @@ class EngineServer:
             if failure is not None:
                 raise failure
             self._engine.add_request(
-                add.prompt,
+                array("I", add.prompt) if isinstance(add.prompt, bytes) else add.prompt,
                 SamplingParams(**add.params),
                 request_id=request_id,
                 priority=add.priority,
