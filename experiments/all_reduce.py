@@ -3,7 +3,7 @@ the library. No engine runs; every rank is a process that makes the same calls a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -67,16 +67,13 @@ class _Rank:
             variant: replace(one, collectives=Collectives(PrefixStore(variant, store), rank, spec.ranks, self._device))
             for variant in (LIBRARY, OURS)
         }
-        self.contexts = list(self._contexts.values())
         ours = self._contexts[OURS].collectives
         assert ours is not None
         ours.open(self._kernels, spec.hidden, [self._dtype], most_rows=max(spec.rows))
-        self._about = ours.about
+        self.about: Mapping[str, str] = {"Chosen at start": ours.about}
 
-    def notes(self) -> Sequence[str]:
-        return [f"Chosen at start: {self._about}."]
-
-    def measure(self, variant: str, rows: int) -> Mapping[str, float]:
+    @torch.inference_mode()
+    def measure(self, variant: str, rows: int) -> dict[str, float]:
         """Of a call, on the slowest rank."""
         context, hidden = self._contexts[variant], self._spec.hidden
         norm = Norm(torch.linspace(0.5, 2, hidden, device=self._device, dtype=self._dtype), EPS)

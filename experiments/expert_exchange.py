@@ -3,7 +3,7 @@ skew. No engine runs; every rank is a process that makes the same calls at the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,6 +81,8 @@ class ExpertExchangeExperiment(OverRanks):
 
 
 class _Rank:
+    about: Mapping[str, str] = {}
+
     def __init__(self, rank: int, store: Store, model: ModelConfig, spec: ExpertExchangeSpec) -> None:
         one = ParallelContext(rank, spec.ranks)
         device, self._dtype, self._spec = resolve_device(model, one), getattr(torch, spec.dtype.value), spec
@@ -88,7 +90,6 @@ class _Rank:
             torch.cuda.set_device(device)
         self._device, self._kernels = device, select_kernels(KernelChoice.triton, device)
         self._context = ParallelContext(rank, spec.ranks, Collectives(store, rank, spec.ranks, device))
-        self.contexts = [self._context]
         sizes = spec.hidden, spec.chosen, spec.ranks * max(spec.tokens)
         self._ranks = {
             form.value: ExpertRanks(self._context, form).opened(self._kernels, device, self._dtype, *sizes)
@@ -101,10 +102,8 @@ class _Rank:
         own = self._context.rows_of(range(spec.experts))
         self._own = ExpertWeights(gate_up[own.start : own.stop], down[own.start : own.stop])
 
-    def notes(self) -> Sequence[str]:
-        return ()
-
-    def measure(self, variant: str, routing: str, tokens: int) -> Mapping[str, float | None]:
+    @torch.inference_mode()
+    def measure(self, variant: str, routing: str, tokens: int) -> dict[str, float | None]:
         """Times of a call, on the slowest rank."""
         spec, context = self._spec, self._context
         count = spec.ranks * tokens

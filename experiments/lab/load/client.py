@@ -13,7 +13,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure import hardware
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
 from experiments.lab.measure.traces import HostUse, Served
-from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
@@ -225,11 +224,13 @@ class Clients:
         places = (concurrency // count + (process < concurrency % count) for process in range(count))
         about = {"items": items, "salt": salt}
         asked = [{**about, "own": own, "places": free} for own, free in zip(hands, places, strict=False)]
-        self._together("connect", "prepare", asked)
+        clients = self._processes[: len(asked)]  # a smaller pass needs fewer of them
+        ask_all(clients, "connect", "prepare", asked)
         start = time.perf_counter() + LEAD_S
-        self._together("serve", "go", [{"start": start}] * len(asked))
+        ask_all(clients, "serve", "go", [{"start": start}] * len(asked))
         took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
-        parts, cpu, tells_cached = zip(*self._together("read the answers", "outcome", [{}] * len(asked)), strict=True)
+        told = ask_all(clients, "read the answers", "outcome", [{}] * len(asked))
+        parts, cpu, tells_cached = zip(*told, strict=True)
         owned = ((own, part.requests) for own, part in zip(hands, parts, strict=True))
         by_index = {index: trace for own, requests in owned for index, trace in zip(own, requests, strict=True)}
         traces = tuple(trace for _, trace in sorted(by_index.items()))
@@ -254,17 +255,6 @@ class Clients:
         """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
         most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
         return min(self._settings.processes or most, in_flight)
-
-    def _together(self, what: str, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
-        with ThreadPoolExecutor(len(arguments)) as pool:
-            asked = zip(self._processes, arguments, strict=False)  # a smaller pass needs fewer of them
-            waiting = [pool.submit(partial(process.call, what, method, **given)) for process, given in asked]
-            try:
-                return [future.result() for future in waiting]
-            except BaseException:
-                self.close()
-                raise
 
 
 def deal(items: Sequence[Item], processes: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class PeerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, method: str, **arguments: Any) -> None:
-        """Asks, and `receive` has the answer: so several can be asked at a time."""
+        """Asks, and `receive` has the answer."""
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
                 self._pipe.send((method, arguments))
@@ -117,11 +118,11 @@ class PeerProcess:
             self.close()
             raise
 
-    def receive(self, what: str) -> Any:
+    def receive(self, what: str, waited: bool = False) -> Any:
         reply: Any = PeerError(f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)")
         try:
             try:
-                if self._pipe.poll(self._timeout_s):
+                if self._pipe.poll(0 if waited else self._timeout_s):
                     reply = self._pipe.recv()
             except (EOFError, ConnectionError):
                 reply = PeerError(f"its process ended with code {self._process.wait()}")
@@ -137,6 +138,29 @@ class PeerProcess:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
+
+
+def ask_all(
+    processes: Sequence[PeerProcess], what: str, method: str, arguments: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """What a method returns in each of several processes, which are asked at a time. What ends it early in one, Ctrl-C
+    included, ends them all. Raises as `receive` does, of the process that failed first."""
+    try:
+        for process, given in zip(processes, arguments, strict=True):
+            process.send(method, **given)
+        asked: dict[Any, PeerProcess] = {process._pipe: process for process in processes}
+        found: dict[PeerProcess, Any] = {}
+        while len(found) < len(processes):
+            told = wait(asked, processes[0]._timeout_s) or list(asked)
+            # One that has ended goes first: what others say follows from it.
+            for process in sorted(map(asked.__getitem__, told), key=lambda process: process._process.poll() is None):
+                del asked[process._pipe]
+                found[process] = process.receive(what, waited=True)
+        return [found[process] for process in processes]
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
 
 
 def _runs(group: int) -> bool:

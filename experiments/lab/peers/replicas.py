@@ -14,7 +14,7 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent, PeerError, why_lost
 from experiments.lab.peers.pool import require_device, settled
-from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
@@ -60,9 +60,8 @@ class PeerReplicas:
         None where they are absent."""
         number, found = len(self._each), list[Served]()
         with self._asked():
-            for first, process in enumerate(self._each):
-                process.send("serve", items=tuple(items[first::number]), concurrency=concurrency)
-            found += [process.receive("serve") for process in self._each]
+            asked = [{"items": tuple(items[first::number]), "concurrency": concurrency} for first in range(number)]
+            found = ask_all(self._each, "serve", "serve", asked)
         if not found:
             return None
         own = [iter(served.requests) for served in found]
