@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 
 from experiments.lab import axes, points, schema, variants
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import formulas, logit_gate, prediction, validity
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure import ceilings, cells, hardware, rounds
+from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.kinds import Kind
@@ -179,7 +179,7 @@ class Ablation(Experiment):
             for repeat, point in profiled:
                 profile = partial(session.profile, repeat, point, inputs[point.name])
                 work.append((f"profile {repeat + 1} at {point.name}", profile))
-            status, error = rounds.run(work, lambda: session.begun)
+            status, error = run_rounds(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited

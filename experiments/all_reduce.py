@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from experiments.lab import points
-from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error, worst
 from experiments.lab.measure import hardware
 from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
+from experiments.lab.points import Point
+from experiments.lab.spec import Count
 from mini_infer.core.config import Device, KernelChoice, ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels, select_kernels
@@ -53,7 +53,7 @@ class AllReduceExperiment(OverRanks):
         library = "NCCL, then the norm" if device == "cuda" else "gloo, then the norm"
         self.variants = self.with_baseline_again({LIBRARY: library, OURS: "one kernel"})
         self.metrics = {"time_us": Metric("time of a sum, with residual and norm", "µs", Better.lower)}
-        self.points = [points.point({"rows": rows}) for rows in self.spec.rows]
+        self.points = [Point.of({"rows": rows}) for rows in self.spec.rows]
 
 
 class _Rank:

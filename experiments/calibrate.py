@@ -20,18 +20,17 @@ from omegaconf import DictConfig
 
 from experiments.lab import schema
 from experiments.lab.axes import CONF
-from experiments.lab.check import Count, Several
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure import costs, hardware, rounds
+from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, Span, device_seconds, fit, residuals
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Count, ExperimentSpec, Several
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
@@ -105,7 +104,7 @@ class Calibrate(Experiment):
         with closing(engine):
             loads = self._loads(engine)
             steps.plan(len(PASSES) * len(loads))
-            status, error = rounds.run(
+            status, error = run_rounds(
                 [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
             )
         found = self._fitted([*rows[FIT], *rows[CHECK]])

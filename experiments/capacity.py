@@ -20,8 +20,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
-from experiments.lab.check import Count, PositiveShare
+from experiments.lab import axes, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
@@ -30,7 +29,7 @@ from experiments.lab.measure.plans import OF_PASS, REPLICAS, TIE, Layouts, Plan,
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
+from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
@@ -103,7 +102,7 @@ class Capacity(Experiment):
             self._config, self._simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
         )
         best = self._search(steps)
-        own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
+        own = f"What a layout does not name is as given: {Point.of(self._base).name}." if self._base else ""
         if best.keeps:
             answer = self._kept(best)
             unmeasured = list(self._unmeasured(best, steps))
@@ -147,7 +146,7 @@ class Capacity(Experiment):
         while improved:
             improved = False
             for change in self._changes:
-                told(points.point(change).name)
+                told(Point.of(change).name)
                 tried = {**(best.settings if best else start or self._base), **change}
                 if start is None or self._layouts.is_measured(tried):
                     plan = self._plan(tried)
@@ -258,7 +257,7 @@ class Capacity(Experiment):
             return
         told = []
         for change in self._changes:
-            settings, name = {**best.settings, **change}, points.point(change).name
+            settings, name = {**best.settings, **change}, Point.of(change).name
             if not self._layouts.is_measured(settings):
                 steps.note(f"what {name} may do")
                 if (plan := self._plan(settings)) is not None:
@@ -307,7 +306,7 @@ class Capacity(Experiment):
     def _refused(self) -> Iterator[str]:
         for key, why in self._impossible.items():
             changed = {name: value for name, value in key if value != self._base[name]}
-            yield f"Not possible: {points.point(changed or self._base).name}: {why}."
+            yield f"Not possible: {Point.of(changed or self._base).name}: {why}."
 
     def _assumed(self, plans: Sequence[Plan]) -> str:
         """Of drafts: whose they are to be, and what that rests on."""

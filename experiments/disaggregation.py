@@ -19,23 +19,21 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
-from experiments.lab.check import Count, Positive, Several
-from experiments.lab.experiment import Findings
+from experiments.lab import axes, schema
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import formulas, prediction, stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.engine_processes import EngineProcesses, as_served, ask
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.simulated import Simulator, drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
 from experiments.lab.peers.replicas import PeerReplicas
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import IN_TIME, PREDICTED, ExperimentSpec
+from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
@@ -125,14 +123,14 @@ class Disaggregation(Probe):
         super().__init__(config)
         spec, self.device = self.spec, self.engine.model.device
         self._peer_settings = schema.build(PeerSettings, config.peers, "peers").vllm
-        alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
+        alone = [Point.of({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._rng = np.random.default_rng(self.settings.seed)
         self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
         self._mixes = {mix.name: mix for mix in spec.mixes}
         rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
-        loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
+        loads = [Point.of({"mix": name, "rate_per_s": rate}) for name, rate in rates]
         # Where several rates are compared.
-        self._whole = [points.point({"load": mix.name}) for mix in spec.mixes if len(mix.rates_per_s) > 1]
+        self._whole = [Point.of({"load": mix.name}) for mix in spec.mixes if len(mix.rates_per_s) > 1]
         self.points = [*alone, *loads, *self._whole]
         labels = {**{name: label for name, (label, _) in ROLES.items()}, VLLM: "2 engines of vLLM that do both"}
         of = {

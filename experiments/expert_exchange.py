@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import Store
 
-from experiments.lab import points
-from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
 from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
+from experiments.lab.points import Point
+from experiments.lab.spec import Count
 from mini_infer.core.config import Device, Dispatch, KernelChoice, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
@@ -74,7 +74,7 @@ class ExpertExchangeExperiment(OverRanks):
             "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
         }
         self.points = [
-            points.point({"routing": routing.value, "tokens": tokens})
+            Point.of({"routing": routing.value, "tokens": tokens})
             for routing in self.spec.routing
             for tokens in self.spec.tokens
         ]

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab.check import Checked, Count, Positive
+from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.simulated import OF_REPLICAS
 from experiments.lab.points import Point
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Checked, Count, ExperimentSpec, Positive
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits

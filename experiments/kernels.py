@@ -14,8 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from experiments.lab import points, schema
-from experiments.lab.check import Positive
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
@@ -26,12 +25,12 @@ from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copie
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
-from experiments.lab.measure import ceilings, rounds
+from experiments.lab.measure import ceilings
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import ExperimentSpec, Positive
 from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -131,7 +130,7 @@ class KernelSweep(Experiment):
         found: list[_At] = []
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
-            status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
+            status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):

@@ -6,13 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab.check import Natural, Positive
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, settings_of
+from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, Natural, Positive, settings_of
 from mini_infer.core.errors import ConfigError
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from experiments.lab import schema, sweep, typed
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, IncompleteRun
 from experiments.lab.measure import hardware, processes
-from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import provenance, rows, trackers

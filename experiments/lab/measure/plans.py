@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import schema
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure.simulated import Setup, Simulator, drive
@@ -147,7 +147,7 @@ class Layouts:
         changed = {key: value for key, value in settings.items() if value != self.base[key]}
         changed.pop(PREFILL_SHARE, None)
         measured = _is_measured(setup)
-        name = points.point({**changed, **counted(settings, replicas)}).name
+        name = Point.of({**changed, **counted(settings, replicas)}).name
         point = Point(
             name + NOT_MEASURED * (not measured) + " (each request alone)" * alone, {**settings, REPLICAS: replicas}
         )

@@ -22,10 +22,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, interrupts, schema
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, words
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure.rounds import words
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept

@@ -11,15 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store
 
-from experiments.lab.check import Positive, Several
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import ExperimentSpec, Positive, Several
 from mini_infer.core.config import DType, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.parallel.all_reduce import join_store, open_store

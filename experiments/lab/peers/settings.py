@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.lab.check import Checked, Count, Natural, Positive
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.spec import Checked, Count, Natural, Positive
 
 
 @dataclass(frozen=True)
