@@ -6,34 +6,30 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
-from torch.distributed import Store
+from omegaconf import DictConfig
+from torch.distributed import PrefixStore, Store
 
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.measure import hardware
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec, Positive, Several
-from mini_infer.core.config import DType, EngineConfig
+from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.parallel.all_reduce import join_store, open_store
+from mini_infer.kernels.ops import select_kernels
+from mini_infer.modeling.loader import resolve_device
+from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
 from mini_infer.parallel.context import ParallelContext
 
 LIMIT_S = 300.0  # of a variant at a point
 ERROR = "error"  # of the worst row on the worst rank, among the metrics
-
-
-class Rank(Protocol):
-    about: Mapping[str, str]  # what it chose, for the page
-
-    @property
-    def measure(self) -> Callable[..., Mapping[str, float | None]]:
-        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
-        same."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,40 @@ class RanksSpec(ExperimentSpec):
             raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
 
 
+class Rank:
+    """What measures in the process of a rank, with kernels, and a context for each of `names` in which ranks talk."""
+
+    about: Mapping[str, str] = {}  # what it chose, for the page
+
+    def __init__(self, rank: int, store: Store, model: ModelConfig, spec: RanksSpec, *names: str) -> None:
+        one = ParallelContext(rank, spec.ranks)
+        self.device, self.dtype = resolve_device(model, one), getattr(torch, spec.dtype.value)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.kernels = select_kernels(KernelChoice.triton, self.device)
+        self.contexts = {
+            name: replace(one, collectives=Collectives(PrefixStore(name, store), rank, spec.ranks, self.device))
+            for name in names
+        }
+
+    @property
+    def measure(self) -> Callable[..., dict[str, float | None]]:
+        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
+        same."""
+        raise NotImplementedError
+
+
 class OverRanks(Probe):
     """A probe whose ranks measure together."""
 
+    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
     spec: RanksSpec
-    make: Callable[[int, Store], Rank]  # of its number and a store through which ranks find each other; can be pickled
+    rank: type[Rank]  # made of its number, a store through which ranks find each other, a model and the spec
     reference: str  # what results are compared with
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.device = Device(hardware.resolve(self.engine.model.device))
 
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
@@ -61,8 +85,8 @@ class OverRanks(Probe):
         store, limit = open_store(), ProcessSettings(timeout_s=LIMIT_S)
         with ExitStack() as processes:
             for rank in range(self.spec.ranks):
-                more: dict[str, Any] = {"make": self.make, "rank": rank, "port": store.port}
-                process = PeerProcess(f"rank {rank}", __name__, EngineConfig(), limit, wait=False, **more)
+                more: dict[str, Any] = {"make": partial(self.rank, rank, spec=self.spec), "port": store.port}
+                process = PeerProcess(f"rank {rank}", __name__, self.engine, limit, wait=False, **more)
                 self._ranks.append(processes.enter_context(closing(process)))
             for process in self._ranks:
                 process.ready()
@@ -87,8 +111,8 @@ def largest(error: float, context: ParallelContext) -> float:
     return max(number for (number,) in context.exchange([told])) / 1e9
 
 
+@torch.inference_mode()
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Rank:
-    """For a process of its own. `config` is nothing for it."""
-    with torch.inference_mode():
-        made: Rank = settings["make"](settings["rank"], join_store(settings["port"]))
+    """For a process of its own."""
+    made: Rank = settings["make"](join_store(settings["port"]), config.model)
     return made
