@@ -24,8 +24,7 @@ from experiments.lab import axes, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
-from experiments.lab.measure import plan_commands
-from experiments.lab.measure.plans import OF_PASS, REPLICAS, TIE, Layouts, Plan, engine_of
+from experiments.lab.measure.plans import OF_PASS, PROPOSER, REPLICAS, TIE, Layouts, Plan, engine_of, measuring, server
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -241,7 +240,7 @@ class Capacity(Experiment):
         )
 
     def _start(self, best: Plan) -> str:
-        return f"Start it with: {plan_commands.server(self._engine(best.settings, best.replicas))}"
+        return f"Start it with: {server(self._engine(best.settings, best.replicas))}"
 
     def _neighbours(self, best: Plan) -> Iterator[tuple[str, Plan]]:
         """The winner with one setting changed, and which: of all that was tried."""
@@ -284,7 +283,7 @@ class Capacity(Experiment):
         for plan in others:
             yield f"To be measured beside it: {plan.words}, {plan.point.name}. {self._start(plan)}"
         named = dict(zip(("winner", "second", "third"), [best, *others], strict=False))
-        if line := plan_commands.measuring(self._config, self._typed, self._base, named, self.spec.slo):
+        if line := measuring(self._config, self._typed, self._base, named, self.spec.slo):
             yield f"What measures {'these' if others else 'it'}, beside what is predicted: {line}"
 
     def _worth(self, best: Plan) -> Iterator[str]:
@@ -314,7 +313,7 @@ class Capacity(Experiment):
         told = " and ".join(f"{rate:g}" for rate in rates if rate is not None)
         return told and (
             f"Assumed, not known: that drafts are accepted at a rate of {told}. The commands take them from "
-            f"{plan_commands.PROPOSER.value}, which loads no model; how many of its drafts your text accepts is to be "
+            f"{PROPOSER.value}, which loads no model; how many of its drafts your text accepts is to be "
             "measured first."
         )
 

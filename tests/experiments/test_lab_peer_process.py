@@ -290,6 +290,6 @@ def test_a_peers_modules_need_no_hydra():
     """Their process may have only the packages that the peer brings."""
     assert len(PEERS) >= 4
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PEERS]
-    names += ["experiments.lab.peers.worker"]
+    names += ["experiments.lab.peers.process"]
     names += [f"experiments.lab.kernels.{name}" for name in ("attention", "fused", "latent", "moe")]
     assert reimported("import " + ", ".join(names), without=["hydra", "omegaconf"]) == 0
