@@ -95,7 +95,9 @@ class Ablation(Experiment):
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *self._tried, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
-        self.variants = {name: _label(label, synthetic=name in synthetic) for name, label in labels.items()}
+        # Acceptance that is a setting is called so, in every table and figure.
+        called = {name for name in synthetic if "synthetic" not in labels[name]}
+        self.variants = {name: f"{label} (synthetic)" if name in called else label for name, label in labels.items()}
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
         foreign = {cell.variant: cell.kind for cell in self._cells.values() if not cell.kind.can.ours}
         here = {name for name, kind in foreign.items() if self._peers.processes_of(kind) != 0}
@@ -146,7 +148,7 @@ class Ablation(Experiment):
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
         # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
-        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
+        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if device == "cuda"]
         searched = repeats if spec.search.rates else ()
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
@@ -183,27 +185,27 @@ class Ablation(Experiment):
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited
-        rows = [row for found in ledger.rounds for row in found.rows]
+        # Of all rounds; what they know of is called as in Findings.
+        tables: dict[str, Any] = {
+            name: [row for found in ledger.rounds for row in getattr(found, name)]
+            for name in ("rows", "steps", "requests", "gaps", "experts")
+        }
         notes = [*self._notes, *sources, *self._simulator.beyond(), *ledger.notes, *session.notes]
-        notes += prediction.remarks(rows, predictions, self.variants)
-        if self._profiled and not _can_profile(device):
+        notes += prediction.remarks(tables["rows"], predictions, self.variants)
+        if self._profiled and device != "cuda":
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
-            rows=[*rows, *searches.rows, *session.profile_rows],
+            **{**tables, "rows": [*tables["rows"], *searches.rows, *session.profile_rows]},
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
             status=status,
             error=error,
-            steps=[row for found in ledger.rounds for row in found.steps],
-            requests=[row for found in ledger.rounds for row in found.requests],
-            gaps=[row for found in ledger.rounds for row in found.gaps],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
             notes=[*notes, *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
-            experts=[row for found in ledger.rounds for row in found.experts],
             procedure=KEPT if spec.keep_engines else "",
             peers=session.peers,
             points=[point for point in self.points if point.name not in not_visited],
@@ -330,15 +332,6 @@ def _require_ranks(made: Sequence[Cell]) -> None:
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
             require_ranks(load_spec(model), engine.parallel)
-
-
-def _label(label: str, synthetic: bool) -> str:
-    """In every table and figure. Acceptance that is a setting is called so."""
-    return f"{label} (synthetic)" if synthetic and "synthetic" not in label else label
-
-
-def _can_profile(device: str) -> bool:
-    return device == "cuda"
 
 
 def _require_keepable(measured: Sequence[Cell]) -> None:

@@ -25,7 +25,7 @@ from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
-from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, Span, device_seconds, fit, residuals
+from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_seconds, fit, residuals
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
@@ -177,15 +177,13 @@ class Calibrate(Experiment):
 
     def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
         overlap = self._layout(hardware.resolve(self.device)).overlap
-        found = fit(measured([row for row in rows if row.variant == FIT], overlap), self._block_s())
+        target = Simulator(self.chosen, self.threads).target(self.engine)
+        block_s = 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
+        found = fit(measured([row for row in rows if row.variant == FIT], overlap), block_s)
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
 
     def _layout(self, device: str) -> Layout:
         return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
-
-    def _block_s(self) -> float:
-        target = Simulator(self.chosen, self.threads).target(self.engine)
-        return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 
 
 _USUAL = ("none", "model's", "fast")
@@ -196,16 +194,7 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
     found = []
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
         own = list(group)
-        spans = [
-            Span(
-                row.start_s,
-                row.start_s + row.duration_s,
-                row.host_s or 0.0,
-                busy=row.num_running + row.num_prefilling + row.num_waiting + row.num_swapped > 0,
-            )
-            for row in own
-        ]
-        for row, device_s in zip(own, _told_in_time(own, device_seconds(spans, overlap)), strict=True):
+        for row, device_s in zip(own, _told_in_time(own, device_seconds(own, overlap)), strict=True):
             attention = row.decode_context or 0, row.prompt_reach or 0, row.prompt_pairs or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *attention)
             prompts = row.num_prefilling + bool(row.prefill_tokens)

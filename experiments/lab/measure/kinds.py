@@ -46,11 +46,6 @@ class System:
     needs_gpu: bool = False  # it is measured on a CUDA device alone
     reads: tuple[str, ...] = ()  # settings, or sections of them, beside those that every system has
 
-    @property
-    def always_apart(self) -> bool:
-        """It cannot run in this process."""
-        return self.over_http or self.client_of is not None or self.needs_gpu
-
 
 _OURS = ("engine", "measure.gates")
 _MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device max_model_len")

@@ -182,8 +182,9 @@ def require_device(kind: Kind, device: Device) -> None:
 
 
 def _has_own_process(kind: Kind, device: str) -> bool:
-    """On a CPU a process more would cost transformers the time of its imports and nothing else."""
-    return kind.can.always_apart or (bool(kind.can.module) and device == CUDA)
+    """What can run in this one does so on a CPU: another would cost transformers the time of its imports."""
+    can = kind.can
+    return can.over_http or can.client_of is not None or can.needs_gpu or (bool(can.module) and device == CUDA)
 
 
 def _key(kind: Kind, config: EngineConfig) -> str:
