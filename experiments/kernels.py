@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from experiments.lab import points, schema
 from experiments.lab.experiment import Experiment, Findings, run_rounds
-from experiments.lab.explain import suggest
+from experiments.lab.explain import require_known
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
@@ -30,7 +30,7 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec, Positive
+from experiments.lab.spec import ExperimentSpec, Floating, Positive
 from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -72,7 +72,7 @@ class KernelSpec(ExperimentSpec):
     baseline: str = ""  # the one that ratios refer to
     sweeps: tuple[Sweep, ...] = ()
     metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")  # of the least that the operation needs (`Work`)
-    dtype: DType = DType.bfloat16  # of inputs and outputs
+    dtype: Floating = DType.bfloat16  # of inputs and outputs
     allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm, for speed to count
 
     def __post_init__(self) -> None:
@@ -82,18 +82,10 @@ class KernelSpec(ExperimentSpec):
             )
         if not self.sweeps:
             raise ConfigError("experiment.sweeps is empty: name at least one case and its shapes")
-        for sweep in self.sweeps:
-            if sweep.case not in CASES:
-                raise ConfigError(f"unknown case {sweep.case!r}{suggest(sweep.case, CASES)}")
+        require_known("unknown case", [sweep.case for sweep in self.sweeps], CASES)
         known = {variant for sweep in self.sweeps for variant in CASES[sweep.case].variants}
-        for variant in self.variants:
-            if variant not in known:
-                raise ConfigError(f"experiment.variants: unknown implementation {variant!r}{suggest(variant, known)}")
-        for metric in self.metrics:
-            if metric not in METRICS:
-                raise ConfigError(f"unknown metric {metric!r}{suggest(metric, METRICS)}")
-        if self.dtype is DType.auto:
-            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
+        require_known("experiment.variants: unknown implementation", self.variants, known)
+        require_known("unknown metric", self.metrics, METRICS)
         super().__post_init__()
 
 

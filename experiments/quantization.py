@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from experiments.lab.experiment import Findings, Probe
+from experiments.lab.explain import require_known
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
 from experiments.lab.points import Point
@@ -93,9 +94,7 @@ class QuantizationSpec(ExperimentSpec):
         for share in self.left:
             if not 0 < share < 1:
                 raise ConfigError(f"experiment.left must be shares between 0 and 1, got {share}")
-        unknown = sorted(set(self.single) - set(self.variants))
-        if unknown:
-            raise ConfigError(f"experiment.single names {unknown[0]}; variants are {', '.join(self.variants)}")
+        require_known("experiment.single names", self.single, self.variants)
 
 
 class Quantization(Probe):

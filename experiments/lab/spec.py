@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
+from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError
 
 VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
@@ -36,7 +37,7 @@ def settings_of(variant: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Rule:
     words: str
-    fits: Callable[[float], bool]
+    fits: Callable[[Any], bool]
 
 
 def _at_least(bound: int) -> Rule:
@@ -52,6 +53,8 @@ FromOne = Annotated[float, _at_least(1)]
 Positive = Annotated[float, _ABOVE_ZERO]
 Share = Annotated[float, Rule("a share, from 0 to 1", lambda value: 0 <= value <= 1)]
 PositiveShare = Annotated[Share, _ABOVE_ZERO]
+Part = Annotated[float, Rule("from 0 to less than 1", lambda value: 0 <= value < 1)]
+Floating = Annotated[DType, Rule("one of float32, bfloat16, float16", lambda dtype: dtype is not DType.auto)]
 
 
 @dataclass(frozen=True)

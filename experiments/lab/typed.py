@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, points, schema, variants
 from experiments.lab.axes import CONF, Axes
-from experiments.lab.explain import suggest
+from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
@@ -106,9 +106,8 @@ def _leave_out(config: DictConfig) -> list[str]:
     if not (gone := list(config.measure.without)):
         return []
     known = config.experiment.get("variants") or {}
+    require_known("experiment.variants has no", gone, known)
     for name in gone:
-        if name not in known:
-            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
         del known[name]
     about, what = set(gone), "about what is not measured"
     lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
@@ -245,9 +244,7 @@ def _chosen(axis: str, own: Any, values: Any) -> Any:
                 f"their settings, {{name: {{workload.count: 8}}}}"
             )
         return values
-    for name in values:
-        if name not in own:
-            raise ConfigError(f"experiment.points.{axis} has no {name!r}{suggest(str(name), own)}")
+    require_known(f"experiment.points.{axis} has no", map(str, values), own)
     return {name: own[name] for name in values}
 
 

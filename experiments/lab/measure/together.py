@@ -20,9 +20,8 @@ from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec, Positive, Several
+from experiments.lab.spec import ExperimentSpec, Floating, Positive, Several
 from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
-from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
@@ -35,13 +34,8 @@ ERROR = "error"  # of the worst row on the worst rank, among the metrics
 @dataclass(frozen=True)
 class RanksSpec(ExperimentSpec):
     ranks: Several = 2  # processes
-    dtype: DType = DType.bfloat16  # of the numbers
+    dtype: Floating = DType.bfloat16  # of the numbers
     allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype is DType.auto:
-            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
 
 
 class Rank:
