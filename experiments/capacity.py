@@ -133,8 +133,6 @@ class Capacity(Experiment):
             workload=self._workload.describe(inputs),
         )
 
-    # --- the search -----------------------------------------------------------------------------------------------
-
     def _search(self, steps: Steps) -> Plan:
         """The best layout of those that were measured; of all, where none was."""
         singles = [{**self._base, **change} for change in self._changes]
@@ -229,8 +227,6 @@ class Capacity(Experiment):
             counts = {round(plan.replicas + step * index) for index in range(MOST_COUNTS)}
             for count in sorted(count for count in counts - known if count <= last):
                 self._layouts.simulate(plan.settings, count)
-
-    # --- what it says ---------------------------------------------------------------------------------------------
 
     def _kept(self, best: Plan) -> str:
         near = ", which is nearer than the simulator may be off: measure it first" if best.used > 1 - TIE else ""

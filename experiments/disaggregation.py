@@ -103,7 +103,6 @@ class DisaggregationSpec(ExperimentSpec):
     mixes: tuple[Mix, ...] = ()  # loads
     slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
     stream_tokens: int = 256  # of a stream's answer
-    peer_repeats: Count = 1  # so many of measure.repeats measure vLLM, the first ones
     keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
 
 
@@ -265,8 +264,8 @@ class Disaggregation(Probe):
         return self._of_load(variant, point, drive(setup.cluster(), items, len(items)))
 
     def _beside(self, peer: PeerReplicas, point: Point) -> Mapping[str, float | None]:
-        """The load on vLLM."""
-        if self.repeat >= self.spec.peer_repeats:
+        """The load on vLLM, in the first repeat."""
+        if self.repeat:
             return {}
         items = self._items(point)
         peer.serve([replace(item, output_tokens=2, arrival_s=None) for item in items[:2]], 1)  # warm-up

@@ -81,7 +81,7 @@ class Client:
         self._followed = {items[index].follows for index in own} - {None}
         self._exchanges: dict[int, Exchange] = {}
         self._unfinished = len(own)
-        self._idle: list[Connection] = []
+        self._idle: dict[Connection, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop.run_until_complete(self._connect())
@@ -94,7 +94,8 @@ class Client:
         closed = all(self._items[index].arrival_s is None for index in self._own)
         wanted = min(self._places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
         while (missing := wanted - len(self._idle)) > 0:
-            self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
+            made = await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
+            self._idle |= dict.fromkeys(made)
 
     async def _run(self, start: float) -> None:
         self._start = start
@@ -150,7 +151,7 @@ class Client:
         if index not in self._requests:
             self._requests[index] = self._target.request(self._outcomes.prompts[index], self._items[index], self._salt)
         if self._idle:
-            self._send_on(self._idle.pop(), index, exchange)
+            self._send_on(self._idle.popitem()[0], index, exchange)
         else:
             self._open_and_send(index, exchange)
 
@@ -170,13 +171,9 @@ class Client:
             self._finish(index, exchange)
 
     async def _connection(self) -> Connection:
-        make, target = partial(Connection, self._forget), self._target
+        make, target = partial(Connection, lambda gone: self._idle.pop(gone, None)), self._target
         _, connection = await self._loop.create_connection(make, target.host, target.port)
         return connection
-
-    def _forget(self, connection: Connection) -> None:
-        if connection in self._idle:
-            self._idle.remove(connection)
 
     def _ended(self, connection: Connection, index: int, exchange: Exchange) -> None:
         if connection.stale:  # as servers do with connections that were idle for long
@@ -184,7 +181,7 @@ class Client:
             self._open_and_send(index, exchange)
             return
         if not connection.is_closing:
-            self._idle.append(connection)
+            self._idle[connection] = None
         self._finish(index, exchange)
 
     def _finish(self, index: int, exchange: Exchange) -> None:

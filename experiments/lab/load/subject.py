@@ -121,13 +121,8 @@ def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int
 def open_subject(
     kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, server: PeerProcess | None = None
 ) -> OverHTTP:
-    """`server`: where it has been started before, and is ready.
-
-    Raises:
-        PeerAbsent: no server answers at peers.http.url.
-        ConfigError: settings that cannot work.
-        PeerError: the server could not start.
-    """
+    """`server`: where it has been started before, and is ready. Raises PeerAbsent where no server answers at
+    peers.http.url, ConfigError for settings that cannot work, and PeerError where the server could not start."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install -e '.[serve]'")

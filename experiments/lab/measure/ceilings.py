@@ -31,14 +31,8 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
-    """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads.
-
-    Args:
-        folder: FOLDER, where the file of this machine's key is looked up.
-        chosen: what `hardware=<name>` put into the config. It counts as it is, whatever machine this is.
-
-    Raises ConfigError where the file is no hardware file.
-    """
+    """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads. What `hardware=<name>`
+    has chosen counts as it is, whatever machine this is. Raises ConfigError where the file is no hardware file."""
     known = chosen
     if not known.machine:
         path, machine = folder / f"{hardware.device_key(device)}.yaml", hardware.name(device)

@@ -212,13 +212,7 @@ def to_serve(engine: EngineConfig) -> EngineConfig:
 
 def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: Mapping[str, Plan], slo: SLO) -> str:
     """The run that serves the workload with these plans, by name, each beside what is predicted of it. Empty of a
-    workload that no experiment does that with.
-
-    Args:
-        config: the planner's.
-        typed: what stood on its command line.
-        base: the engine's own values of all settings that others were tried of.
-    """
+    workload that no experiment does that with. `typed`: on the planner's command line; `base`: as in Layouts."""
     workload = schema.workload(config)
     if workload.kind not in MEASURED_BY:
         return ""

@@ -211,14 +211,8 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Findings:
-    """Numbers, gates and requests of all; what stands for one process (steps, profiles, samples) is the first one's
-    that has it.
-
-    Args:
-        found: in the order of the processes.
-        planned: so many processes there should be.
-        notes: of the run as a whole.
-    """
+    """Numbers, gates and requests of all, in the order of the processes; what stands for one (steps, profiles, samples)
+    is the first one's that has it. `planned`: so many there should be. `notes` are of the run as a whole."""
     numbers = [about.index for findings in found for about in findings.processes]
     status, error = _status(found, planned)
     names = ("samples", "steps", "profiles", "kernels", "experts")

@@ -22,22 +22,13 @@ from mini_infer.serving.processes.gpus import count_gpus, environments
 
 
 class PeerReplicas:
-    """They start while others work, and `ready` waits. One that is lost takes the others with it.
-
-    Args:
-        config: with as many as its parallel.replicas.
-
-    Raises:
-        ConfigError: there are too few GPUs.
-
-    Attributes:
-        about: version and settings, once they are ready.
-        absent: why they are not asked, or not any more; empty while they are.
-    """
+    """As many as the config's parallel.replicas. They start while others work, and `ready` waits. One that is lost
+    takes the others with it."""
 
     def __init__(self, kind: Kind, config: EngineConfig, settings: ProcessSettings) -> None:
-        self.about: Mapping[str, Any] = {}
-        self.absent = ""
+        """Raises ConfigError where there are too few GPUs."""
+        self.about: Mapping[str, Any] = {}  # version and settings, once they are ready
+        self.absent = ""  # why they are not asked, or not any more; empty while they are
         self._each: list[PeerProcess] = []
         options: dict[str, Any] = {"wait": False, "threads": torch.get_num_threads()}
         with self._asked():
