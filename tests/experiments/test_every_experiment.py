@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -21,15 +19,17 @@ from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import case as kernel_timer
-from experiments.lab.measure import engine_processes, together
-from experiments.lab.peers.process import PeerProcess
+from experiments.lab.measure import engine_processes
 from experiments.lab.store import result as store
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.config import replace as changed
 from mini_infer.serving.processes.engine_process import EngineServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_figures", "peers_are_forked"),
+]  # together they take a minute
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -223,30 +223,7 @@ LEFT_OUT = NEEDS_TRITON | ELSEWHERE
 def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
-    monkeypatch.setattr(together, "PeerProcess", _Forked)
     monkeypatch.setattr(engine_processes, "ways_to_make", _in_threads)
-
-
-class _Forked(PeerProcess):
-    """A rank that need not import what this process has."""
-
-    def __init__(self, name: str, module: str, config: EngineConfig, settings: Any, wait: bool, **more: Any) -> None:
-        self.name, self._timeout_s, self._closed = name, settings.timeout_s, False
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process: Any = multiprocessing.get_context("fork").Process(target=_rank, args=(theirs, more), daemon=True)
-        self._process.start()
-        self._process.poll = lambda: self._process.exitcode
-
-    def close(self) -> None:
-        self._process.kill()
-
-
-def _rank(pipe: Any, settings: dict[str, Any]) -> None:
-    rank = together.open_peer(EngineConfig(), settings)
-    pipe.send(rank.about)
-    while True:
-        _, given = pipe.recv()
-        pipe.send(rank.measure(**given))
 
 
 class _InThread:
