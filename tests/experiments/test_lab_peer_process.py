@@ -196,8 +196,7 @@ def test_peers_that_have_room_are_begun_together(gpu):
 
 
 def test_servers_that_have_room_are_begun_with_them(gpu, monkeypatch):
-    monkeypatch.setattr(over_http, "PeerProcess", Stub)
-    monkeypatch.setattr(over_http, "open_subject", lambda kind, config, settings, threads, server: server)
+    monkeypatch.setattr(over_http, "open_subject", lambda kind, settings, server: server)
     with closing(Peers(PeerSettings())) as peers:
         for kind in (Kind.served, Kind.vllm_served, Kind.served_bench, Kind.http):
             peers.begin(kind, config(list(Kind).index(kind), 0.2))

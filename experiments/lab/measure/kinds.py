@@ -48,6 +48,7 @@ class System:
 
 
 _OURS = ("engine", "measure.gates")
+_SERVED = (*_OURS, "peers.served", "peers.client")
 _MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device max_model_len")
 _ROOM = keys("engine.cache", "gpu_memory_utilization memory_gib")
 _HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
@@ -75,10 +76,16 @@ SYSTEMS = {
         "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
     ),
     Kind.served: System(
-        "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")
+        "mini-infer over HTTP", "experiments.lab.load.subject", ours=True, over_http=True, caches=True, reads=_SERVED
     ),
     Kind.vllm_served: System(
-        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM_SERVED
+        "vLLM over HTTP",
+        "experiments.lab.load.vllm_server",
+        over_http=True,
+        own_weights=True,
+        caches=True,
+        needs_gpu=True,
+        reads=_VLLM_SERVED,
     ),
     Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, reads=_BENCH),
     Kind.vllm_bench: System(

@@ -25,7 +25,7 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import PeerSettings, ProcessSettings
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace
 from mini_infer.core.errors import MiniInferError
@@ -117,6 +117,8 @@ class Peers:
         require_device(kind, config.model.device)
         if kind in self._absent:
             raise PeerAbsent(self._absent[kind])
+        if kind.can.over_http:
+            over_http.require_client()
         config = settled(config)
         key = _key(kind, config)
         process, begun = self._processes.get(key), self._begun.pop(key, None)
@@ -129,10 +131,9 @@ class Peers:
                 self._make_room(config, device)
             free = _free(device)
             try:
-                if kind.can.over_http:
-                    process = over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
-                else:
-                    process = begun or self._process(kind, config, wait=True)
+                own = None if kind.can.elsewhere else begun or self._process(kind, config, wait=True)
+                process = over_http.open_subject(kind, self._settings, own) if kind.can.over_http else own
+                assert process is not None
             except PeerAbsent as error:
                 self._absent[kind] = str(error)
                 raise
@@ -141,10 +142,7 @@ class Peers:
         return Lease(process, partial(self._leased.discard, key))
 
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
-        threads = torch.get_num_threads()
-        if kind.can.over_http:
-            return over_http.start(kind, config, self._settings, threads, wait)
-        settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
+        settings, threads = self._settings.of(kind), torch.get_num_threads()
         return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
 
     def _make_room(self, config: EngineConfig, device: str) -> None:

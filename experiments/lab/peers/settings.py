@@ -60,6 +60,10 @@ class PeerSettings(Checked, section="peers"):
     http: HTTPSettings = field(default_factory=HTTPSettings)
     client: ClientSettings = field(default_factory=ClientSettings)  # the load on servers
 
+    def of(self, kind: Kind) -> ProcessSettings:
+        """Of the process that a kind of peer, or its server, has."""
+        return {Kind.served: self.served, Kind.vllm: self.vllm, Kind.vllm_served: self.vllm}.get(kind, self.hf)
+
     def processes_of(self, kind: Kind) -> int | None:
         """How many processes measure a kind of peer; None: all."""
         own = self.hf.processes if kind in (Kind.hf, Kind.hf_continuous) else None
