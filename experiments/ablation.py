@@ -24,9 +24,7 @@ from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
-from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import require_servable
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREDICTED
@@ -64,12 +62,10 @@ class Ablation(Experiment):
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self._notes = list[str]()
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.spec, self.baseline = spec, spec.baseline
         labels = self.with_baseline_again(
             {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
         )
-        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
         self._tried = spec.search.points(schema.workload(config))  # that a search may visit
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
@@ -90,7 +86,7 @@ class Ablation(Experiment):
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
-        if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
+        if self.peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
             raise ConfigError(variants.NO_ADDRESS)
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *self._tried, *spec.search.result]
@@ -100,7 +96,7 @@ class Ablation(Experiment):
         self.variants = {name: f"{label} (synthetic)" if name in called else label for name, label in labels.items()}
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
         foreign = {cell.variant: cell.kind for cell in self._cells.values() if not cell.kind.can.ours}
-        here = {name for name, kind in foreign.items() if self._peers.processes_of(kind) != 0}
+        here = {name for name, kind in foreign.items() if self.peers.processes_of(kind) != 0}
         self._left_out = set(foreign) - here if len(foreign) < len(self.variants) else set[str]()
         self._timeline: str | None = None
         if spec.timeline is not None:
@@ -139,7 +135,7 @@ class Ablation(Experiment):
         predictions = dict(self._predictions)
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                found = self._simulator.setup(cell.engine).found  # before anything is measured
+                found = self.simulator.setup(cell.engine).found  # before anything is measured
                 sources[f"What simulated steps take: {found.source}."] = None
                 if not found.measured:  # what is not met is no miss
                     predictions.pop(cell.variant, None)
@@ -165,7 +161,7 @@ class Ablation(Experiment):
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        others = self._peers, self._simulator, self.aa, self._left_out
+        others = self.peers, self.simulator, self.aa, self._left_out
         with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
             error_gates = self._logit_gates(steps) if gated else []
@@ -190,7 +186,7 @@ class Ablation(Experiment):
             name: [row for found in ledger.rounds for row in getattr(found, name)]
             for name in ("rows", "steps", "requests", "gaps", "experts")
         }
-        notes = [*self._notes, *sources, *self._simulator.beyond(), *ledger.notes, *session.notes]
+        notes = [*self._notes, *sources, *self.simulator.beyond(), *ledger.notes, *session.notes]
         notes += prediction.remarks(tables["rows"], predictions, self.variants)
         if self._profiled and device != "cuda":
             notes.append("No decode step was profiled: that takes a GPU.")
@@ -216,7 +212,7 @@ class Ablation(Experiment):
     def hardware_key(self) -> str:
         if not self._simulated:
             return super().hardware_key
-        return f"{SIMULATED}{self._simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
+        return f"{SIMULATED}{self.simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
 
     @property
     def _predictions(self) -> dict[str, str]:

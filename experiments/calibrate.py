@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import schema
 from experiments.lab.axes import CONF
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge.exact_gate import ExactGate
@@ -26,7 +25,6 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_seconds, fit, residuals
-from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -91,8 +89,7 @@ class Calibrate(Experiment):
                 "engine.parallel.pipeline=1 and engine/speculation=none"
             )
         require_simulated(self.engine)  # else there is nothing that costs are for
-        paths = schema.build(schema.Paths, config.paths, "paths")
-        self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
+        self._folder = costs.FOLDER if self.paths.recorded else CONF.parent / self.paths.results / "costs"
         self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]
 
     def measure(self, steps: Steps) -> Findings:
@@ -177,7 +174,7 @@ class Calibrate(Experiment):
 
     def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
         overlap = self._layout(hardware.resolve(self.device)).overlap
-        target = Simulator(self.chosen, self.threads).target(self.engine)
+        target = self.simulator.target(self.engine)
         block_s = 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
         found = fit(measured([row for row in rows if row.variant == FIT], overlap), block_s)
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))

@@ -20,12 +20,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.lab import axes, schema
+from experiments.lab import schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
 from experiments.lab.measure.plans import OF_PASS, PROPOSER, REPLICAS, TIE, Layouts, Plan, engine_of, measuring, server
-from experiments.lab.measure.simulated import Simulator
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
@@ -82,7 +81,6 @@ class Capacity(Experiment):
         self._workload = schema.workload(config)
         self._base = {key: 0.0 if key == PREFILL_SHARE else _known(self._config, key) for key in self.spec.settings}
         self._changes = [{key: value} for key, values in self.spec.settings.items() for value in values]
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
@@ -93,12 +91,12 @@ class Capacity(Experiment):
 
     @property
     def hardware_key(self) -> str:
-        return f"{SIMULATED}{self._simulator.key(self._engine({}, 1))}"
+        return f"{SIMULATED}{self.simulator.key(self._engine({}, 1))}"
 
     def measure(self, steps: Steps) -> Findings:
         inputs = self._workload.make(Vocabulary(self._engine({}, 1).model), self.settings.seed)
         self._layouts = Layouts(
-            self._config, self._simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
+            self._config, self.simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
         )
         best = self._search(steps)
         own = f"What a layout does not name is as given: {Point.of(self._base).name}." if self._base else ""
@@ -117,7 +115,7 @@ class Capacity(Experiment):
         plans = {plan.point.name: plan for plan in every if plan.point.name != best.point.name}
         plans[best.point.name] = best
         notes += [own, self._assumed(list(plans.values())), *self._refused()]
-        notes += [*self._layouts.sources, *self._simulator.beyond()]
+        notes += [*self._layouts.sources, *self.simulator.beyond()]
         notes = [note for note in notes if note]
         print("\n".join(notes), file=sys.stderr)
         rows = [

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab import schema
+from experiments.lab.axes import CONF
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import seconds_of
@@ -30,7 +29,6 @@ from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 ALL, ONE = "machine", "one_thread"
 PASS_S = 0.005  # at least so long is a pass: far above the clock's grain, and short enough to slip past interruptions
@@ -89,8 +87,7 @@ class CeilingsExperiment(Probe):
         self._buffers = [Point.of({"mib": n}) for n in sorted(spec.mib[device])]
         self._matrices = [Point.of({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
-        paths = schema.build(schema.Paths, config.paths, "paths")
-        folder = ROOT / ("conf" if paths.recorded else paths.results) / "hardware"
+        folder = CONF.parent / ("conf" if self.paths.recorded else self.paths.results) / "hardware"
         self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None
 
     def finish(self, findings: Findings) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import axes, schema
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import formulas, prediction, stats, validity
 from experiments.lab.judge.gate import Gate, compare
@@ -27,10 +26,9 @@ from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure.engine_processes import EngineProcesses, as_served, ask
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.simulated import Simulator, drive
+from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
 from experiments.lab.peers.replicas import PeerReplicas
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several
@@ -121,7 +119,6 @@ class Disaggregation(Probe):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec, self.device = self.spec, self.engine.model.device
-        self._peer_settings = schema.build(PeerSettings, config.peers, "peers").vllm
         alone = [Point.of({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._rng = np.random.default_rng(self.settings.seed)
         self._requests: dict[tuple[str, str], list[RequestRow]] = {}  # of each load, the first time
@@ -137,7 +134,6 @@ class Disaggregation(Probe):
             + [load for load in loads if variant in self._mixes[load.values["mix"]].by]
             for variant in labels
         }
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self._predictions, endless = dict[str, str](), [mix.name for mix in spec.mixes if mix.streams]
         for variant in (TOGETHER, APART, AUTO) if self.settings.predict else ():
             name = variant + PREDICTED
@@ -151,7 +147,7 @@ class Disaggregation(Probe):
         with ExitStack() as beside:  # it loads while the gates are asked
             if VLLM in self.variants:
                 two = _config(self.engine, TOGETHER)
-                self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self._peer_settings)))
+                self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self.peers.vllm)))
             with EngineProcesses(keep) as self._engines:  # those of the gates end before others take their memory
                 gates = self._gates() if self.settings.gates else []
             with EngineProcesses(keep) as self._engines:
@@ -259,7 +255,7 @@ class Disaggregation(Probe):
         """What is predicted of the load: the same each time, and so once."""
         if self.repeat:
             return {}
-        items, setup = self._items(point), self._simulator.setup(_config(self.engine, self._predictions[variant]))
+        items, setup = self._items(point), self.simulator.setup(_config(self.engine, self._predictions[variant]))
         self._reason = ""
         return self._of_load(variant, point, drive(setup.cluster(), items, len(items)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import points
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.explain import require_known
 from experiments.lab.judge import stats
@@ -27,7 +27,6 @@ from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
 from experiments.lab.measure import ceilings
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec, Floating, Positive
@@ -97,7 +96,6 @@ class KernelSweep(Experiment):
         super().__init__(config)
         spec = self.spec
         self.baseline = spec.baseline
-        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self.device = self.engine.model.device
         if self.device is Device.cpu and any(CASES[sweep.case].needs_gpu for sweep in spec.sweeps):
             try:
@@ -120,7 +118,7 @@ class KernelSweep(Experiment):
         known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []
-        with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
+        with torch.inference_mode(), closing(Apart(self.peers.vllm)) as apart:
             measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent = defaultdict[tuple[str, str], list[str]](list)

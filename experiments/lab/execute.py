@@ -39,7 +39,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     settled = typed.settle(config, name, overrides)
     config = settled.config
     experiment: Experiment = schema.experiment_class(config).from_config(config)
-    paths = schema.build(schema.Paths, config.paths, "paths")
+    paths = experiment.paths
     run = paths.run or store.run_name(settled.changed)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from experiments.lab import schema
+from experiments.lab.axes import CONF
 from experiments.lab.judge import claims, stats
 from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
@@ -20,7 +21,9 @@ from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
@@ -117,8 +120,11 @@ class Experiment:
         self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.peers = schema.build(PeerSettings, config.peers, "peers")
+        self.paths = schema.build(schema.Paths, config.paths, "paths")
         self.engine = schema.engine_config(config.engine)  # before any variant changes it
         self.threads = self.settings.threads or torch.get_num_threads()
+        self.simulator = Simulator(self.chosen, self.threads, CONF.parent / self.settings.costs)
 
     @classmethod
     def from_config(cls: type[Made], config: DictConfig) -> Made:
