@@ -13,7 +13,7 @@ from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import require_known
-from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.schema import SHORT
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat

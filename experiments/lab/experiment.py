@@ -20,10 +20,10 @@ from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps

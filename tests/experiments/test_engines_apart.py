@@ -14,12 +14,11 @@ from experiments import disaggregation
 from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
 from experiments.lab.measure import engine_processes
 from experiments.lab.measure.engine_processes import EngineProcesses
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, VLLMSettings
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers import replicas
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.replicas import PeerReplicas
-from experiments.lab.peers.settings import VLLMSettings
 from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item

@@ -14,12 +14,11 @@ import pytest
 from reimported import reimported
 
 from experiments.lab.load import subject as over_http
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.peers import pool
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

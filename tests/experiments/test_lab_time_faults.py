@@ -7,9 +7,8 @@ from small_runs import measured, probe, served_by
 
 from experiments.lab.judge import validity
 from experiments.lab.load.client import Client
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerSettings
 from experiments.lab.measure.schedule import Outcomes
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Fixed, Text
 from mini_infer.core.config import EngineConfig
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure import hardware
+from experiments.lab.measure.kinds import ClientSettings
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
 from experiments.lab.measure.traces import HostUse, Served
 from experiments.lab.peers.process import PeerProcess, ask_all
-from experiments.lab.peers.settings import ClientSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 

@@ -18,11 +18,10 @@ from typing import Any
 import psutil
 
 from experiments.lab.load.client import Clients, Target
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerSettings
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.cli.arguments import REFUSED
 from mini_infer.cli.server_process import discard, read_address, start_server
@@ -96,8 +95,7 @@ class Bench:
             raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
         asked = {"prompts": [list(item.prompt) for item in items], "output_tokens": lengths.pop()}
         how = {"target": self._server.target, "salt": self._server.salt, "concurrency": concurrency}
-        found: Served = self._process.call("serve", "bench", **asked, **how)
-        return found
+        return self._process.call("serve", "bench", **asked, **how)
 
     def forget(self) -> None:
         self._server.forget()

@@ -257,8 +257,7 @@ def _key(text: str) -> str:
 
 def _of_engine(values: Mapping[str, Any]) -> dict[str, Any]:
     """Its sections, of dotted keys."""
-    sections: dict[str, Any] = axes.plain(schema.with_values(OmegaConf.create(), values))["engine"]
-    return sections
+    return axes.plain(schema.with_values(OmegaConf.create(), values))["engine"]
 
 
 def _typed(value: Any) -> str:

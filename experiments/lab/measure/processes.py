@@ -25,7 +25,7 @@ from experiments.lab import axes, interrupts, schema
 from experiments.lab.experiment import Findings, words
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
@@ -114,8 +114,7 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
 def _here(config: DictConfig, steps: Steps) -> Findings:
     if config.measure.threads is not None:
         torch.set_num_threads(config.measure.threads)
-    found: Findings = schema.experiment_class(config).from_config(config).measure(steps)
-    return found
+    return schema.experiment_class(config).from_config(config).measure(steps)
 
 
 def _in_child(config: DictConfig, steps: Steps) -> Findings:

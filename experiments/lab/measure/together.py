@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, Store
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure import hardware
+from experiments.lab.measure.kinds import ProcessSettings
 from experiments.lab.peers.process import PeerProcess, ask_all
-from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec, Floating, Positive, Several
@@ -108,5 +108,4 @@ def largest(error: float, context: ParallelContext) -> float:
 @torch.inference_mode()
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Rank:
     """For a process of its own."""
-    made: Rank = settings["make"](join_store(settings["port"]), config.model)
-    return made
+    return settings["make"](join_store(settings["port"]), config.model)

@@ -21,11 +21,10 @@ import torch
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace
 from mini_infer.core.errors import MiniInferError
@@ -50,10 +49,7 @@ class Lease:
         """Raises NoProfile, as subjects.profile_decode does, and PeerError."""
         assert isinstance(self.process, PeerProcess)
         prompts = [list(item.prompt) for item in items]
-        found: tuple[StepProfile, list[KernelRow]] = self.process.call(
-            "be profiled", "profile", prompts=prompts, variant=variant, point=point
-        )
-        return found
+        return self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
 
 
 class Peers:

@@ -30,11 +30,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.kinds import ProcessSettings
 from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -91,8 +91,7 @@ class PeerProcess:
         self.about: Mapping[str, Any] = self.receive("start")
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        found: Served = self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
-        return found
+        return self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
 
     def forget(self) -> None:
         self.call("forget its prefix cache", "forget")

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, ProcessSettings
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent, PeerError, why_lost
 from experiments.lab.peers.pool import require_device, settled
 from experiments.lab.peers.process import PeerProcess, ask_all
-from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.serving.processes.gpus import count_gpus, environments
