@@ -24,11 +24,10 @@ from experiments.lab.judge import formulas, prediction, stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure.engine_processes import EngineProcesses, as_served, ask
+from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplicas, as_served, ask
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
-from experiments.lab.peers.replicas import PeerReplicas
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several

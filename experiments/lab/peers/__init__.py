@@ -2,7 +2,6 @@
 
     hf.py, hf_continuous.py, vllm.py   one a system, each with open_peer(config, settings)
     process.py                         a process of its own for one of them, as this one sees it, and what runs there
-    replicas.py                        several of them side by side, each on GPUs of its own
     pool.py                            which of them live, and whether the GPU has room
 
 On a GPU every peer has a process of its own, in which nothing that it keeps is in another's way.
