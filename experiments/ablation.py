@@ -144,7 +144,7 @@ class Ablation(Experiment):
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
         # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
-        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if device == "cuda"]
+        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
         searched = repeats if spec.search.rates else ()
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
@@ -188,7 +188,7 @@ class Ablation(Experiment):
         }
         notes = [*self._notes, *sources, *self.simulator.beyond(), *ledger.notes, *session.notes]
         notes += prediction.remarks(tables["rows"], predictions, self.variants)
-        if self._profiled and device != "cuda":
+        if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
             **{**tables, "rows": [*tables["rows"], *searches.rows, *session.profile_rows]},
@@ -328,6 +328,10 @@ def _require_ranks(made: Sequence[Cell]) -> None:
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
             require_ranks(load_spec(model), engine.parallel)
+
+
+def _can_profile(device: str) -> bool:
+    return device == "cuda"
 
 
 def _require_keepable(measured: Sequence[Cell]) -> None:

@@ -1,5 +1,5 @@
-"""Engines side by side: processes as behind mini-infer-serve, asked in one event loop without HTTP; and those of a peer,
-each in a process and on GPUs of its own, that take requests in turns."""
+"""Engines side by side: processes as behind mini-infer-serve, asked in one event loop without HTTP; and those of a
+peer, each in a process and on GPUs of its own, that take requests in turns."""
 
 from __future__ import annotations
 
