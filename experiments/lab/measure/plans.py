@@ -220,11 +220,11 @@ def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: M
     scale = next((text.partition("=")[2] for text in typed if text.startswith("scale=")), "tiny")
     own, theirs = (_of_scale(name, scale) for name in ("capacity", experiment))
     changed = {key for plan in plans.values() for key in base if plan.settings[key] != base[key]} - {PREFILL_SHARE}
-    variants = {
-        name: {"kind": "served", "label": plan.point.name}
-        | _of_engine({**{key: plan.settings[key] for key in changed}, **counted(plan.settings, plan.replicas)})
-        for name, plan in plans.items()
-    }
+    variants = {}
+    for name, plan in plans.items():
+        changes = {key: plan.settings[key] for key in changed} | counted(plan.settings, plan.replicas)
+        sections = axes.plain(schema.with_values(OmegaConf.create(), changes))["engine"]
+        variants[name] = {"kind": "served", "label": plan.point.name, **sections}
     given = [text for text in typed if within(_key(text), KEPT) and _key(text) not in changed]
     engine = flat(schema.plain(config.engine), "engine.")
     said = {key: engine.get(key) for key in {**own, **theirs} if key.startswith("engine.")}
@@ -253,11 +253,6 @@ def _of_scale(experiment: str, scale: str) -> Mapping[str, Any]:
 
 def _key(text: str) -> str:
     return text.partition("=")[0].lstrip("+~").replace("/", ".").partition("@")[0]
-
-
-def _of_engine(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Its sections, of dotted keys."""
-    return axes.plain(schema.with_values(OmegaConf.create(), values))["engine"]
 
 
 def _typed(value: Any) -> str:
