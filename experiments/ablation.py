@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema, variants
+from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import formulas, logit_gate, prediction, validity
@@ -87,7 +87,7 @@ class Ablation(Experiment):
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
         if self.peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
-            raise ConfigError(variants.NO_ADDRESS)
+            raise ConfigError(ablation_spec.NO_ADDRESS)
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *self._tried, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
@@ -126,7 +126,7 @@ class Ablation(Experiment):
                     continue
                 variant = self.of_arm(name)
                 if (variant, of_engine) not in known:
-                    known[variant, of_engine] = variants.made(at_point, variant, self.spec.variants[variant] or {})
+                    known[variant, of_engine] = ablation_spec.made(at_point, variant, self.spec.variants[variant] or {})
                 kind, engine = known[variant, of_engine]
                 yield Cell(name, point, kind, engine, load, variant)
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from experiments.lab.ablation_spec import made
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
@@ -26,7 +27,6 @@ from experiments.lab.measure import hardware
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import Count, ExperimentSpec
-from experiments.lab.variants import made
 from mini_infer import LLMEngine
 from mini_infer.assets.prompts import heldout_sources
 from mini_infer.assets.tokens import document_stream

@@ -127,10 +127,10 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from hydra import compose, initialize_config_dir
 
     from experiments.lab import points, typed
+    from experiments.lab.ablation_spec import ABLATION, require_files
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
-    from experiments.lab.variants import ABLATION, require_files
 
     conf = root / "conf"
     require_known("unknown experiment", [experiment], names(conf))

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, points, schema, variants
+from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
@@ -154,9 +154,9 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
     if not asked:
         return
     who = experiment
-    if config.experiment.get("_target_") == variants.ABLATION:
-        kinds = variants.kinds(config)
-        reads = (*(key for kind in kinds for key in kind.can.reads), *variants.READ)
+    if config.experiment.get("_target_") == ablation_spec.ABLATION:
+        kinds = ablation_spec.kinds(config)
+        reads = (*(key for kind in kinds for key in kind.can.reads), *ablation_spec.READ)
         who = next(iter(kinds)).label if len(kinds) == 1 else experiment
     else:
         reads = schema.experiment_class(config).reads
@@ -196,7 +196,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     """Puts measure.points in the place of what the experiment says, and drops the claims that fall away."""
     if not (asked := schema.plain(config.measure).get("points") or {}):
         return []
-    if config.experiment.get("_target_") != variants.ABLATION:
+    if config.experiment.get("_target_") != ablation_spec.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
     own = schema.plain(config.experiment).get("points") or {}
     known = dict(own)
