@@ -150,14 +150,14 @@ class Ablation(Experiment):
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
-        known = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
+        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
-            contexts={key: cells.context(c, spec.slo, known.ceilings, known.problem) for key, c in self._cells.items()},
+            contexts={key: cells.context(c, spec.slo, limits, problem) for key, c in self._cells.items()},
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
@@ -197,7 +197,7 @@ class Ablation(Experiment):
             status=status,
             error=error,
             workload=self._workload(inputs),
-            ceilings=known.ceilings,
+            ceilings=limits,
             notes=[*notes, *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,

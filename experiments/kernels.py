@@ -115,11 +115,11 @@ class KernelSweep(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         device = resolve_device(self.engine.model)
-        known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
+        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []
         with torch.inference_mode(), closing(Apart(self.peers.vllm)) as apart:
-            measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
+            measure = partial(self._point, device=device, limits=limits, found=found, steps=steps, apart=apart)
             status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
@@ -131,13 +131,13 @@ class KernelSweep(Experiment):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
-        if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
-            notes.append(f"Utilization is left out, because {known.problem}.")
+        if limits is None and any(name in self.metrics for name in OF_CEILINGS):
+            notes.append(f"Utilization is left out, because {problem}.")
         return Findings(
             rows,
             status=status,
             error=error,
-            ceilings=known.ceilings,
+            ceilings=limits,
             notes=notes,
             error_gates=[gate for at in found for gate in at.gates.values()],
             procedure=PROCEDURE,
