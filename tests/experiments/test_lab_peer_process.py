@@ -14,9 +14,8 @@ import pytest
 from reimported import reimported
 
 from experiments.lab.load import subject as over_http
-from experiments.lab.measure.kinds import Kind, PeerSettings, ProcessSettings, VLLMSettings
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.peers import pool
-from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.workloads import Item

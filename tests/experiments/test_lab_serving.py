@@ -17,9 +17,8 @@ from experiments.lab.load import client, subject
 from experiments.lab.load.client import Client, Target
 from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
-from experiments.lab.measure.kinds import ClientSettings, HTTPSettings, Kind, PeerSettings
+from experiments.lab.measure.kinds import ClientSettings, HTTPSettings, Kind, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

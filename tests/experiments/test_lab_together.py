@@ -12,8 +12,7 @@ import pytest
 
 from experiments import all_reduce
 from experiments.lab.measure import together
-from experiments.lab.measure.kinds import VLLMSettings
-from experiments.lab.peers.base import PeerError
+from experiments.lab.measure.kinds import PeerError, VLLMSettings
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Item

@@ -19,9 +19,8 @@ from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, Pref
 from experiments.lab.kernels.case import VariantAbsent
 from experiments.lab.load import bench
 from experiments.lab.load.vllm_server import flags, write_tokenizer
-from experiments.lab.measure.kinds import Kind, PeerSettings, VLLMSettings
+from experiments.lab.measure.kinds import Kind, PeerError, PeerSettings, VLLMSettings
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig

@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 
 from experiments.lab.load.client import Clients, Target
-from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerSettings
+from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerAbsent, PeerSettings
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.workloads import Item
 from mini_infer.cli.arguments import REFUSED

@@ -18,12 +18,11 @@ from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject, open_subject
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import Subject
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row

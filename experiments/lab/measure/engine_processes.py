@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from experiments.lab.measure.kinds import Kind, ProcessSettings
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, ProcessSettings, why_lost
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers.base import PeerAbsent, PeerError, why_lost
 from experiments.lab.peers.pool import require_device, settled
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.workloads import Item

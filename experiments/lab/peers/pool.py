@@ -21,9 +21,8 @@ import torch
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
-from experiments.lab.measure.kinds import Kind, PeerSettings
+from experiments.lab.measure.kinds import Kind, LivingPeer, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace

@@ -30,11 +30,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.kinds import ProcessSettings
+from experiments.lab.measure.kinds import PeerAbsent, PeerError, ProcessSettings
 from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

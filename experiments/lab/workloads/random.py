@@ -1,5 +1,5 @@
-"""Random prompts, of which no two begin alike: all of one length, lengths spread evenly over a range, a shared start in a
-stated part of them, long ones that arrive among running decodes, and conversations, whose turns repeat all that was
+"""Random prompts, of which no two begin alike: all of one length, lengths spread evenly over a range, a shared start in
+a stated part of them, long ones that arrive among running decodes, and conversations, whose turns repeat all that was
 said before."""
 
 from __future__ import annotations
