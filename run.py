@@ -12,7 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import catalog, interrupts, schema, sweep, typed, variants
+from experiments.lab import ablation_spec, catalog, interrupts, schema, sweep, typed
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -28,7 +28,7 @@ def job(config: DictConfig) -> None:
         if config.experiment is None or chosen is None:
             raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
         overrides = list(HydraConfig.get().overrides.task)
-        variants.require_possible(typed.settle(config, chosen, overrides).config)  # before torch is loaded
+        ablation_spec.require_possible(typed.settle(config, chosen, overrides).config)  # before torch is loaded
         from experiments.lab.execute import execute
 
         execute(config, chosen, overrides, ROOT)

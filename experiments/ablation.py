@@ -12,21 +12,19 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema, variants
+from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import formulas, logit_gate, prediction, validity
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure import ceilings, cells, hardware, rounds
+from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
-from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import require_servable
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREDICTED
@@ -64,12 +62,10 @@ class Ablation(Experiment):
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self._notes = list[str]()
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.spec, self.baseline = spec, spec.baseline
         labels = self.with_baseline_again(
             {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
         )
-        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
         self._tried = spec.search.points(schema.workload(config))  # that a search may visit
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
@@ -90,15 +86,17 @@ class Ablation(Experiment):
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
-        if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
-            raise ConfigError(variants.NO_ADDRESS)
+        if self.peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
+            raise ConfigError(ablation_spec.NO_ADDRESS)
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *self._tried, *spec.search.result]
         synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
-        self.variants = {name: _label(label, synthetic=name in synthetic) for name, label in labels.items()}
+        # Acceptance that is a setting is called so, in every table and figure.
+        called = {name for name in synthetic if "synthetic" not in labels[name]}
+        self.variants = {name: f"{label} (synthetic)" if name in called else label for name, label in labels.items()}
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
         foreign = {cell.variant: cell.kind for cell in self._cells.values() if not cell.kind.can.ours}
-        here = {name for name, kind in foreign.items() if self._peers.processes_of(kind) != 0}
+        here = {name for name, kind in foreign.items() if self.peers.processes_of(kind) != 0}
         self._left_out = set(foreign) - here if len(foreign) < len(self.variants) else set[str]()
         self._timeline: str | None = None
         if spec.timeline is not None:
@@ -128,7 +126,7 @@ class Ablation(Experiment):
                     continue
                 variant = self.of_arm(name)
                 if (variant, of_engine) not in known:
-                    known[variant, of_engine] = variants.made(at_point, variant, self.spec.variants[variant] or {})
+                    known[variant, of_engine] = ablation_spec.made(at_point, variant, self.spec.variants[variant] or {})
                 kind, engine = known[variant, of_engine]
                 yield Cell(name, point, kind, engine, load, variant)
 
@@ -137,7 +135,7 @@ class Ablation(Experiment):
         predictions = dict(self._predictions)
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                found = self._simulator.setup(cell.engine).found  # before anything is measured
+                found = self.simulator.setup(cell.engine).found  # before anything is measured
                 sources[f"What simulated steps take: {found.source}."] = None
                 if not found.measured:  # what is not met is no miss
                     predictions.pop(cell.variant, None)
@@ -152,18 +150,18 @@ class Ablation(Experiment):
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
-        known = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
+        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
-            contexts={key: cells.context(c, spec.slo, known.ceilings, known.problem) for key, c in self._cells.items()},
+            contexts={key: cells.context(c, spec.slo, limits, problem) for key, c in self._cells.items()},
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        others = self._peers, self._simulator, self.aa, self._left_out
+        others = self.peers, self.simulator, self.aa, self._left_out
         with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
             error_gates = self._logit_gates(steps) if gated else []
@@ -179,31 +177,31 @@ class Ablation(Experiment):
             for repeat, point in profiled:
                 profile = partial(session.profile, repeat, point, inputs[point.name])
                 work.append((f"profile {repeat + 1} at {point.name}", profile))
-            status, error = rounds.run(work, lambda: session.begun)
+            status, error = run_rounds(work, lambda: session.begun)
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited
-        rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*self._notes, *sources, *self._simulator.beyond(), *ledger.notes, *session.notes]
-        notes += prediction.remarks(rows, predictions, self.variants)
+        # Of all rounds; what they know of is called as in Findings.
+        tables: dict[str, Any] = {
+            name: [row for found in ledger.rounds for row in getattr(found, name)]
+            for name in ("rows", "steps", "requests", "gaps", "experts")
+        }
+        notes = [*self._notes, *sources, *self.simulator.beyond(), *ledger.notes, *session.notes]
+        notes += prediction.remarks(tables["rows"], predictions, self.variants)
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
-            rows=[*rows, *searches.rows, *session.profile_rows],
+            **{**tables, "rows": [*tables["rows"], *searches.rows, *session.profile_rows]},
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
             status=status,
             error=error,
-            steps=[row for found in ledger.rounds for row in found.steps],
-            requests=[row for found in ledger.rounds for row in found.requests],
-            gaps=[row for found in ledger.rounds for row in found.gaps],
             workload=self._workload(inputs),
-            ceilings=known.ceilings,
+            ceilings=limits,
             notes=[*notes, *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
-            experts=[row for found in ledger.rounds for row in found.experts],
             procedure=KEPT if spec.keep_engines else "",
             peers=session.peers,
             points=[point for point in self.points if point.name not in not_visited],
@@ -214,7 +212,7 @@ class Ablation(Experiment):
     def hardware_key(self) -> str:
         if not self._simulated:
             return super().hardware_key
-        return f"{SIMULATED}{self._simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
+        return f"{SIMULATED}{self.simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
 
     @property
     def _predictions(self) -> dict[str, str]:
@@ -330,11 +328,6 @@ def _require_ranks(made: Sequence[Cell]) -> None:
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
             require_ranks(load_spec(model), engine.parallel)
-
-
-def _label(label: str, synthetic: bool) -> str:
-    """In every table and figure. Acceptance that is a setting is called so."""
-    return f"{label} (synthetic)" if synthetic and "synthetic" not in label else label
 
 
 def _can_profile(device: str) -> bool:

@@ -3,32 +3,25 @@ the library. No engine runs; every rank is a process that makes the same calls a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
-from experiments.lab import points
-from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error, worst
-from experiments.lab.measure import hardware
-from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
-from mini_infer.core.config import Device, KernelChoice, ModelConfig
+from experiments.lab.measure.together import ERROR, OverRanks, Rank, RanksSpec, largest
+from experiments.lab.points import Point
+from experiments.lab.spec import Count
+from mini_infer.core.config import Device, ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
-from mini_infer.kernels.ops import TorchKernels, select_kernels
-from mini_infer.modeling.loader import resolve_device
-from mini_infer.parallel.all_reduce import Collectives
-from mini_infer.parallel.context import ParallelContext
+from mini_infer.kernels.ops import TorchKernels
 from mini_infer.parallel.mailboxes import time_us
 
 LIBRARY, OURS = "library", "ours"
 EPS = 1e-6
-REFERENCE = "the sum of the parts of all ranks in fp32"
 
 
 @dataclass(frozen=True)
@@ -39,52 +32,25 @@ class AllReduceSpec(RanksSpec):
     hidden: Count = 3584
 
 
-class AllReduceExperiment(OverRanks):
-    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
-    spec: AllReduceSpec
-    baseline = LIBRARY
-    reference = REFERENCE
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        device = hardware.resolve(self.engine.model.device)
-        self.device = Device(device)
-        self.make = partial(_Rank, model=self.engine.model, spec=self.spec)
-        library = "NCCL, then the norm" if device == "cuda" else "gloo, then the norm"
-        self.variants = self.with_baseline_again({LIBRARY: library, OURS: "one kernel"})
-        self.metrics = {"time_us": Metric("time of a sum, with residual and norm", "µs", Better.lower)}
-        self.points = [points.point({"rows": rows}) for rows in self.spec.rows]
-
-
-class _Rank:
+class SummingRank(Rank):
     def __init__(self, rank: int, store: Store, model: ModelConfig, spec: AllReduceSpec) -> None:
-        one = ParallelContext(rank, spec.ranks)
-        self._device, self._dtype, self._spec = resolve_device(model, one), getattr(torch, spec.dtype.value), spec
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._kernels = select_kernels(KernelChoice.triton, self._device)
-        self._contexts = {
-            variant: replace(one, collectives=Collectives(PrefixStore(variant, store), rank, spec.ranks, self._device))
-            for variant in (LIBRARY, OURS)
-        }
-        self.contexts = list(self._contexts.values())
-        ours = self._contexts[OURS].collectives
+        super().__init__(rank, store, model, spec, LIBRARY, OURS)
+        self._hidden = spec.hidden
+        ours = self.contexts[OURS].collectives
         assert ours is not None
-        ours.open(self._kernels, spec.hidden, [self._dtype], most_rows=max(spec.rows))
-        self._about = ours.about
+        ours.open(self.kernels, spec.hidden, [self.dtype], most_rows=max(spec.rows))
+        self.about = {"Chosen at start": ours.about}
 
-    def notes(self) -> Sequence[str]:
-        return [f"Chosen at start: {self._about}."]
-
-    def measure(self, variant: str, rows: int) -> Mapping[str, float]:
+    @torch.inference_mode()
+    def measure(self, variant: str, rows: int) -> dict[str, float | None]:
         """Of a call, on the slowest rank."""
-        context, hidden = self._contexts[variant], self._spec.hidden
-        norm = Norm(torch.linspace(0.5, 2, hidden, device=self._device, dtype=self._dtype), EPS)
+        context, hidden = self.contexts[variant], self._hidden
+        norm = Norm(torch.linspace(0.5, 2, hidden, device=self.device, dtype=self.dtype), EPS)
         parts = [self._drawn(rows, seed) for seed in range(context.size)]
         residual = self._drawn(rows, context.size)
 
         def call(x: Tensor) -> tuple[Tensor, Tensor]:
-            return self._kernels.add_rms_norm(Stream(Part(x, context, x.dtype), residual, norm))
+            return self.kernels.add_rms_norm(Stream(Part(x, context, x.dtype), residual, norm))
 
         found = call(parts[context.rank].clone())
         whole = torch.stack(parts).float().sum(0)
@@ -92,9 +58,23 @@ class _Rank:
         expected = TorchKernels().add_rms_norm(Stream(whole, residual.float(), exact))
         error = worst(row_error(x, reference) for x, reference in zip(found, expected, strict=True))
         x = torch.zeros_like(residual)
-        us = time_us(lambda: call(x), self._device, context.exchange)
+        us = time_us(lambda: call(x), self.device, context.exchange)
         return {"time_us": us, ERROR: largest(error, context)}
 
     def _drawn(self, rows: int, seed: int) -> Tensor:
-        drawn = torch.randn(rows, self._spec.hidden, generator=torch.Generator().manual_seed(seed))
-        return drawn.to(self._device, self._dtype)
+        drawn = torch.randn(rows, self._hidden, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(self.device, self.dtype)
+
+
+class AllReduceExperiment(OverRanks):
+    spec: AllReduceSpec
+    rank = SummingRank
+    baseline = LIBRARY
+    reference = "the sum of the parts of all ranks in fp32"
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        library = "NCCL, then the norm" if self.device is Device.cuda else "gloo, then the norm"
+        self.variants = self.with_baseline_again({LIBRARY: library, OURS: "one kernel"})
+        self.metrics = {"time_us": Metric("time of a sum, with residual and norm", "µs", Better.lower)}
+        self.points = [Point.of({"rows": rows}) for rows in self.spec.rows]

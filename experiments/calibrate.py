@@ -18,20 +18,17 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import schema
 from experiments.lab.axes import CONF
-from experiments.lab.check import Count, Several
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure import costs, hardware, rounds
+from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
-from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, Span, device_seconds, fit, residuals
-from experiments.lab.measure.simulated import Simulator
+from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_seconds, fit, residuals
 from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Count, ExperimentSpec, Several
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
@@ -92,8 +89,7 @@ class Calibrate(Experiment):
                 "engine.parallel.pipeline=1 and engine/speculation=none"
             )
         require_simulated(self.engine)  # else there is nothing that costs are for
-        paths = schema.build(schema.Paths, config.paths, "paths")
-        self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
+        self._folder = costs.FOLDER if self.paths.recorded else CONF.parent / self.paths.results / "costs"
         self._name = config.axes.model or self.engine.model.path.rstrip("/").rpartition("/")[2]
 
     def measure(self, steps: Steps) -> Findings:
@@ -105,7 +101,7 @@ class Calibrate(Experiment):
         with closing(engine):
             loads = self._loads(engine)
             steps.plan(len(PASSES) * len(loads))
-            status, error = rounds.run(
+            status, error = run_rounds(
                 [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
             )
         found = self._fitted([*rows[FIT], *rows[CHECK]])
@@ -182,15 +178,13 @@ class Calibrate(Experiment):
 
     def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
         overlap = self._layout(hardware.resolve(self.device)).overlap
-        found = fit(measured([row for row in rows if row.variant == FIT], overlap), self._block_s())
+        target = self.simulator.target(self.engine)
+        block_s = 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
+        found = fit(measured([row for row in rows if row.variant == FIT], overlap), block_s)
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
 
     def _layout(self, device: str) -> Layout:
         return Layout.of(self.engine, *costs.served(self.engine, device), device, self.threads)
-
-    def _block_s(self) -> float:
-        target = Simulator(self.chosen, self.threads).target(self.engine)
-        return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
 
 
 _USUAL = ("none", "model's", "fast")
@@ -201,16 +195,7 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
     found = []
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
         own = list(group)
-        spans = [
-            Span(
-                row.start_s,
-                row.start_s + row.duration_s,
-                row.host_s or 0.0,
-                busy=row.num_running + row.num_prefilling + row.num_waiting + row.num_swapped > 0,
-            )
-            for row in own
-        ]
-        for row, device_s in zip(own, _told_in_time(own, device_seconds(spans, overlap)), strict=True):
+        for row, device_s in zip(own, _told_in_time(own, device_seconds(own, overlap)), strict=True):
             slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
             prompts = row.num_prefilling + bool(row.prefill_tokens)

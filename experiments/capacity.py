@@ -20,17 +20,14 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
-from experiments.lab.check import Count, PositiveShare
+from experiments.lab import schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
-from experiments.lab.measure import plan_commands
-from experiments.lab.measure.plans import OF_PASS, REPLICAS, TIE, Layouts, Plan, engine_of
-from experiments.lab.measure.simulated import Simulator
+from experiments.lab.measure.plans import OF_PASS, PROPOSER, REPLICAS, TIE, Layouts, Plan, engine_of, measuring, server
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREFILL_SHARE, ExperimentSpec
+from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
@@ -84,7 +81,6 @@ class Capacity(Experiment):
         self._workload = schema.workload(config)
         self._base = {key: 0.0 if key == PREFILL_SHARE else _known(self._config, key) for key in self.spec.settings}
         self._changes = [{key: value} for key, values in self.spec.settings.items() for value in values]
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
@@ -95,15 +91,15 @@ class Capacity(Experiment):
 
     @property
     def hardware_key(self) -> str:
-        return f"{SIMULATED}{self._simulator.key(self._engine({}, 1))}"
+        return f"{SIMULATED}{self.simulator.key(self._engine({}, 1))}"
 
     def measure(self, steps: Steps) -> Findings:
         inputs = self._workload.make(Vocabulary(self._engine({}, 1).model), self.settings.seed)
         self._layouts = Layouts(
-            self._config, self._simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
+            self._config, self.simulator, self._base, inputs.measured, self.spec.slo, self.spec.share
         )
         best = self._search(steps)
-        own = f"What a layout does not name is as given: {points.point(self._base).name}." if self._base else ""
+        own = f"What a layout does not name is as given: {Point.of(self._base).name}." if self._base else ""
         if best.keeps:
             answer = self._kept(best)
             unmeasured = list(self._unmeasured(best, steps))
@@ -119,7 +115,7 @@ class Capacity(Experiment):
         plans = {plan.point.name: plan for plan in every if plan.point.name != best.point.name}
         plans[best.point.name] = best
         notes += [own, self._assumed(list(plans.values())), *self._refused()]
-        notes += [*self._layouts.sources, *self._simulator.beyond()]
+        notes += [*self._layouts.sources, *self.simulator.beyond()]
         notes = [note for note in notes if note]
         print("\n".join(notes), file=sys.stderr)
         rows = [
@@ -135,8 +131,6 @@ class Capacity(Experiment):
             workload=self._workload.describe(inputs),
         )
 
-    # --- the search -----------------------------------------------------------------------------------------------
-
     def _search(self, steps: Steps) -> Plan:
         """The best layout of those that were measured; of all, where none was."""
         singles = [{**self._base, **change} for change in self._changes]
@@ -147,7 +141,7 @@ class Capacity(Experiment):
         while improved:
             improved = False
             for change in self._changes:
-                told(points.point(change).name)
+                told(Point.of(change).name)
                 tried = {**(best.settings if best else start or self._base), **change}
                 if start is None or self._layouts.is_measured(tried):
                     plan = self._plan(tried)
@@ -232,8 +226,6 @@ class Capacity(Experiment):
             for count in sorted(count for count in counts - known if count <= last):
                 self._layouts.simulate(plan.settings, count)
 
-    # --- what it says ---------------------------------------------------------------------------------------------
-
     def _kept(self, best: Plan) -> str:
         near = ", which is nearer than the simulator may be off: measure it first" if best.used > 1 - TIE else ""
         return (
@@ -242,7 +234,7 @@ class Capacity(Experiment):
         )
 
     def _start(self, best: Plan) -> str:
-        return f"Start it with: {plan_commands.server(self._engine(best.settings, best.replicas))}"
+        return f"Start it with: {server(self._engine(best.settings, best.replicas))}"
 
     def _neighbours(self, best: Plan) -> Iterator[tuple[str, Plan]]:
         """The winner with one setting changed, and which: of all that was tried."""
@@ -258,7 +250,7 @@ class Capacity(Experiment):
             return
         told = []
         for change in self._changes:
-            settings, name = {**best.settings, **change}, points.point(change).name
+            settings, name = {**best.settings, **change}, Point.of(change).name
             if not self._layouts.is_measured(settings):
                 steps.note(f"what {name} may do")
                 if (plan := self._plan(settings)) is not None:
@@ -287,7 +279,7 @@ class Capacity(Experiment):
             breaks = "" if plan.keeps else ", which is to break the promise"
             yield f"To be measured beside it: {plan.words}, {plan.point.name}{breaks}. {self._start(plan)}"
         named = dict(zip(("winner", "second", "third"), [best, *others], strict=False))
-        if line := plan_commands.measuring(self._config, self._typed, self._base, named, self.spec.slo):
+        if line := measuring(self._config, self._typed, self._base, named, self.spec.slo):
             yield f"What measures {'these' if others else 'it'}, beside what is predicted: {line}"
 
     def _worth(self, best: Plan) -> Iterator[str]:
@@ -309,7 +301,7 @@ class Capacity(Experiment):
     def _refused(self) -> Iterator[str]:
         for key, why in self._impossible.items():
             changed = {name: value for name, value in key if value != self._base[name]}
-            yield f"Not possible: {points.point(changed or self._base).name}: {why}."
+            yield f"Not possible: {Point.of(changed or self._base).name}: {why}."
 
     def _assumed(self, plans: Sequence[Plan]) -> str:
         """Of drafts: whose they are to be, and what that rests on."""
@@ -317,7 +309,7 @@ class Capacity(Experiment):
         told = " and ".join(f"{rate:g}" for rate in rates if rate is not None)
         return told and (
             f"Assumed, not known: that drafts are accepted at a rate of {told}. The commands take them from "
-            f"{plan_commands.PROPOSER.value}, which loads no model; how many of its drafts your text accepts is to be "
+            f"{PROPOSER.value}, which loads no model; how many of its drafts your text accepts is to be "
             "measured first."
         )
 

@@ -10,29 +10,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab import points, schema
-from experiments.lab.check import Positive
-from experiments.lab.experiment import Findings
+from experiments.lab.axes import CONF
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import seconds_of
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import ExperimentSpec, Positive
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 ALL, ONE = "machine", "one_thread"
 PASS_S = 0.005  # at least so long is a pass: far above the clock's grain, and short enough to slip past interruptions
@@ -88,11 +84,10 @@ class CeilingsExperiment(Probe):
             **{name: Metric(label, "GB/s", Better.higher) for name, label in copies.items()},
             **{name: Metric(label, "TFLOP/s", Better.higher) for name, label in rates.items()},
         }
-        self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib[device])]
-        self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
+        self._buffers = [Point.of({"mib": n}) for n in sorted(spec.mib[device])]
+        self._matrices = [Point.of({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
-        paths = schema.build(schema.Paths, config.paths, "paths")
-        folder = ROOT / ("conf" if paths.recorded else paths.results) / "hardware"
+        folder = CONF.parent / ("conf" if self.paths.recorded else self.paths.results) / "hardware"
         self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None
 
     def finish(self, findings: Findings) -> None:

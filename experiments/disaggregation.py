@@ -19,23 +19,18 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
-from experiments.lab.check import Count, Positive, Several
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import formulas, prediction, stats, validity
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure.engine_processes import EngineProcesses, as_served, ask
+from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplicas, as_served, ask
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rounds import Probe
-from experiments.lab.measure.simulated import Simulator, drive
+from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
-from experiments.lab.peers.replicas import PeerReplicas
-from experiments.lab.peers.settings import PeerSettings
-from experiments.lab.points import Point
+from experiments.lab.points import Point, find_point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import IN_TIME, PREDICTED, ExperimentSpec
+from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
@@ -106,7 +101,6 @@ class DisaggregationSpec(ExperimentSpec):
     again_at: tuple[dict[str, Any], ...] = ()  # the points of the baseline's second arm; left out: all of its own
     slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
     stream_tokens: int = 256  # of a stream's answer
-    peer_repeats: Count = 1  # so many of measure.repeats measure vLLM, the first ones
     keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
 
 
@@ -126,15 +120,14 @@ class Disaggregation(Probe):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec, self.device = self.spec, self.engine.model.device
-        self._peer_settings = schema.build(PeerSettings, config.peers, "peers").vllm
-        alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
+        alone = [Point.of({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._rng = np.random.default_rng(self.settings.seed)
         self._requests: list[RequestRow] = []  # of loads
         self._mixes = {mix.name: mix for mix in spec.mixes}
         rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
-        loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
+        loads = [Point.of({"mix": name, "rate_per_s": rate}) for name, rate in rates]
         # Where several rates are compared.
-        self._whole = [points.point({"load": mix.name}) for mix in spec.mixes if len(mix.rates_per_s) > 1]
+        self._whole = [Point.of({"load": mix.name}) for mix in spec.mixes if len(mix.rates_per_s) > 1]
         self.points = [*alone, *loads, *self._whole]
         labels = {**{name: label for name, (label, _) in ROLES.items()}, VLLM: "2 engines of vLLM that do both"}
         of = {
@@ -145,8 +138,7 @@ class Disaggregation(Probe):
         labels = self.with_baseline_again(labels)
         if self.aa is not None:
             own, asked = of[TOGETHER], enumerate(spec.again_at)
-            of[self.aa] = [points.find_point(own, at, f"experiment.again_at[{i}]") for i, at in asked] or own
-        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
+            of[self.aa] = [find_point(own, at, f"experiment.again_at[{i}]") for i, at in asked] or own
         self._predictions, endless = dict[str, str](), [mix.name for mix in spec.mixes if mix.streams]
         for variant in (TOGETHER, APART, AUTO) if self.settings.predict else ():
             name = variant + PREDICTED
@@ -162,7 +154,7 @@ class Disaggregation(Probe):
         with ExitStack() as beside:  # it loads while the gates are asked
             if VLLM in self.variants:
                 two = _config(self.engine, TOGETHER)
-                self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self._peer_settings)))
+                self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self.peers.vllm)))
             with EngineProcesses(keep) as self._engines:  # those of the gates end before others take their memory
                 gates = self._gates() if self.settings.gates else []
             with EngineProcesses(keep) as self._engines:
@@ -272,13 +264,13 @@ class Disaggregation(Probe):
         """What is predicted of the load: the same each time, and so once."""
         if self.repeat:
             return {}
-        items, setup = self._items(point), self._simulator.setup(_config(self.engine, self._predictions[variant]))
+        items, setup = self._items(point), self.simulator.setup(_config(self.engine, self._predictions[variant]))
         self._reason = ""
         return self._of_load(variant, point, drive(setup.cluster(), items, len(items)))
 
     def _beside(self, peer: PeerReplicas, point: Point) -> Mapping[str, float | None]:
-        """The load on vLLM."""
-        if self.repeat >= self.spec.peer_repeats:
+        """The load on vLLM, in the first repeat."""
+        if self.repeat:
             return {}
         items = self._items(point)
         peer.serve([replace(item, output_tokens=2, arrival_s=None) for item in items[:2]], 1)  # warm-up

@@ -3,7 +3,7 @@ skew. No engine runs; every rank is a process that makes the same calls at the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,21 +13,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import Store
 
-from experiments.lab import points
-from experiments.lab.check import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
-from experiments.lab.measure import hardware
-from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
-from mini_infer.core.config import Device, Dispatch, KernelChoice, ModelConfig
+from experiments.lab.measure.together import ERROR, OverRanks, Rank, RanksSpec, largest
+from experiments.lab.points import Point
+from experiments.lab.spec import Count
+from mini_infer.core.config import Dispatch, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
-from mini_infer.kernels.ops import select_kernels
-from mini_infer.modeling.loader import resolve_device
-from mini_infer.parallel.all_reduce import Collectives
-from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
 from mini_infer.parallel.expert_meter import Meter, traffic_of
 from mini_infer.parallel.mailboxes import time_us
@@ -56,66 +51,35 @@ class ExpertExchangeSpec(RanksSpec):
             )
 
 
-class ExpertExchangeExperiment(OverRanks):
-    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
-    spec: ExpertExchangeSpec
-    baseline = Dispatch.padded.value
-    reference = "the layer on one rank in fp32"
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self.device = Device(hardware.resolve(self.engine.model.device))
-        self.make = partial(_Rank, model=self.engine.model, spec=self.spec)
-        self.variants = self.with_baseline_again(LABELS)
-        self.metrics = {
-            "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
-            "exchange_us": Metric("way to the experts and back, which compute nothing", "µs", Better.lower),
-            "exchange_mb": Metric("sent to other ranks and back, for a rank's tokens", "MB", Better.lower),
-            "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
-        }
-        self.points = [
-            points.point({"routing": routing.value, "tokens": tokens})
-            for routing in self.spec.routing
-            for tokens in self.spec.tokens
-        ]
-
-
-class _Rank:
+class ExchangingRank(Rank):
     def __init__(self, rank: int, store: Store, model: ModelConfig, spec: ExpertExchangeSpec) -> None:
-        one = ParallelContext(rank, spec.ranks)
-        device, self._dtype, self._spec = resolve_device(model, one), getattr(torch, spec.dtype.value), spec
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        self._device, self._kernels = device, select_kernels(KernelChoice.triton, device)
-        self._context = ParallelContext(rank, spec.ranks, Collectives(store, rank, spec.ranks, device))
-        self.contexts = [self._context]
+        super().__init__(rank, store, model, spec, ONE)
+        self._spec, self._context = spec, self.contexts[ONE]
         sizes = spec.hidden, spec.chosen, spec.ranks * max(spec.tokens)
         self._ranks = {
-            form.value: ExpertRanks(self._context, form).opened(self._kernels, device, self._dtype, *sizes)
+            form.value: ExpertRanks(self._context, form).opened(self.kernels, self.device, self.dtype, *sizes)
             for form in FORMS
         }
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(self.device).manual_seed(0)
         gate_up = self._drawn(spec.experts, 2 * spec.inner, spec.hidden, scale=spec.hidden**-0.5)
         down = self._drawn(spec.experts, spec.hidden, spec.inner, scale=spec.inner**-0.5)
         self._weights = gate_up, down
         own = self._context.rows_of(range(spec.experts))
         self._own = ExpertWeights(gate_up[own.start : own.stop], down[own.start : own.stop])
 
-    def notes(self) -> Sequence[str]:
-        return ()
-
-    def measure(self, variant: str, routing: str, tokens: int) -> Mapping[str, float | None]:
+    @torch.inference_mode()
+    def measure(self, variant: str, routing: str, tokens: int) -> dict[str, float | None]:
         """Times of a call, on the slowest rank."""
         spec, context = self._spec, self._context
         count = spec.ranks * tokens
         self._generator.manual_seed(count)
-        every = torch.arange(count, device=self._device)
+        every = torch.arange(count, device=self.device)
         router = RouterSpec(spec.experts, spec.chosen, normalize=True, routing=Routing(routing))
-        logits = torch.randn(count, spec.experts, device=self._device, generator=self._generator)
+        logits = torch.randn(count, spec.experts, device=self.device, generator=self._generator)
         routes = route_reference(logits, None, router, TokenPlaces(every, every))
         x = self._drawn(count, spec.hidden)
         gate_up, down = self._weights
-        compute: Callable[..., Tensor] = partial(self._kernels.experts, x, routes, ExpertWeights(gate_up, down))
+        compute: Callable[..., Tensor] = partial(self.kernels.experts, x, routes, ExpertWeights(gate_up, down))
         exchange_us, sent, ideal = None, 0, 0
         if variant != ONE:
             mine, own = context.rows_of(x), Routes(*(context.rows_of(part).contiguous() for part in routes))
@@ -124,15 +88,15 @@ class _Rank:
             def exchange(kernels: Any) -> Callable[..., Tensor]:
                 return partial(ExpertExchange(self._ranks[variant], spec.experts, kernels).experts, *asked)
 
-            compute, meter = exchange(self._kernels), Meter(self._device, self._kernels)
+            compute, meter = exchange(self.kernels), Meter(self.device, self.kernels)
             compute(meter=meter)
             taken = meter.take()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             sent, ideal = traffic_of(taken)[:2]
-            echo = None if variant == Dispatch.packed.value else exchange(_Echo(self._kernels))
+            echo = None if variant == Dispatch.packed.value else exchange(_Echo(self.kernels))
             exchange_us = None if echo is None else self._time(variant, echo)
-        some = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS), device=self._device).round().long()
+        some = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS), device=self.device).round().long()
         exact = ExpertWeights(gate_up.float(), down.float())
         expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
         return {
@@ -146,10 +110,10 @@ class _Rank:
     def _time(self, variant: str, call: Callable[[], object]) -> float:
         """In a CUDA graph, where the host need not count."""
         in_graph = variant in (ONE, Dispatch.direct.value)
-        return time_us(call, self._device, self._context.exchange, in_graph)
+        return time_us(call, self.device, self._context.exchange, in_graph)
 
     def _drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        drawn = torch.randn(shape, device=self._device, dtype=self._dtype, generator=self._generator)
+        drawn = torch.randn(shape, device=self.device, dtype=self.dtype, generator=self._generator)
         return drawn * scale
 
 
@@ -164,3 +128,25 @@ class _Echo:
 
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, elsewhere: bool = False) -> Tensor:
         return x
+
+
+class ExpertExchangeExperiment(OverRanks):
+    spec: ExpertExchangeSpec
+    rank = ExchangingRank
+    baseline = Dispatch.padded.value
+    reference = "the layer on one rank in fp32"
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.variants = self.with_baseline_again(LABELS)
+        self.metrics = {
+            "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
+            "exchange_us": Metric("way to the experts and back, which compute nothing", "µs", Better.lower),
+            "exchange_mb": Metric("sent to other ranks and back, for a rank's tokens", "MB", Better.lower),
+            "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
+        }
+        self.points = [
+            Point.of({"routing": routing.value, "tokens": tokens})
+            for routing in self.spec.routing
+            for tokens in self.spec.tokens
+        ]

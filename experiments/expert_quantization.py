@@ -17,19 +17,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from experiments.lab import points
-from experiments.lab.check import Count
-from experiments.lab.experiment import Findings
+from experiments.lab.ablation_spec import made
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.judge.logit_gate import probe_batch
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
-from experiments.lab.variants import made
+from experiments.lab.spec import Count, ExperimentSpec
 from mini_infer import LLMEngine
 from mini_infer.assets.prompts import heldout_sources
 from mini_infer.assets.tokens import document_stream
@@ -51,7 +48,7 @@ METRICS = {
     "same_experts": Metric("a token's experts that are the reference's", "", Better.higher, share=True),
     "busiest": Metric("tokens of a layer's busiest expert, over the mean of its experts", "", Better.lower),
 }
-WHOLE = points.point({"layers": "all"})
+WHOLE = Point.of({"layers": "all"})
 GATE_TOKENS, GATE_ANSWER = 40, 12  # of a prompt, from each window, and of its answer
 
 
@@ -83,7 +80,7 @@ class ExpertQuantization(Probe):
         if not routers:
             raise ConfigError("expert_quantization takes a mixture of experts: model=tiny_moe, say")
         self._experts = routers[0].num_experts
-        self.points = [WHOLE, *(points.point({"layer": index}) for index in range(len(routers)))]
+        self.points = [WHOLE, *(Point.of({"layer": index}) for index in range(len(routers)))]
         self._found: dict[tuple[str, int], tuple[TeacherForced, list[Tensor]]] = {}
         self._references: dict[int, tuple[Reading, list[Tensor]]] = {}
 

@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab.check import Checked, Count, Positive
+from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.simulated import OF_REPLICAS
 from experiments.lab.points import Point
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Checked, Count, ExperimentSpec, Part, Positive
 from mini_infer.core.config import Device
-from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits
 from mini_infer.core.request import Request
 from mini_infer.serving.router import Homes, Router, make_homes
@@ -59,13 +57,8 @@ class Case(Checked, section="experiment.cases"):
     by_prefix: bool = False  # the hash of its beginning says to which router a request comes; else they take turns
     prefixes: Count = 2  # beginnings that prompts share, for each replica; some are asked for more often (Zipf)
     load: Positive = 1.0  # of the spec's rate, at its highest
-    swing: float = 0.0  # how far below its highest the load is at the beginning and end of the window: a day's
-    down: float = 0.0  # share of the replicas that break down in its middle, all at once; back `restart_s` later
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.swing < 1 or not 0 <= self.down < 1:
-            raise ConfigError(f"swing and down of a fleet must be from 0 to less than 1, got {self}")
+    swing: Part = 0.0  # how far below its highest the load is at the beginning and end of the window: a day's
+    down: Part = 0.0  # share of the replicas that break down in its middle, all at once; back `restart_s` later
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
-from experiments.lab.check import Positive
-from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.explain import suggest
+from experiments.lab import points
+from experiments.lab.experiment import Experiment, Findings, run_rounds
+from experiments.lab.explain import require_known
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
@@ -26,12 +25,11 @@ from experiments.lab.kernels.case import Case, Timer, VariantAbsent, Work, copie
 from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
-from experiments.lab.measure import ceilings, rounds
+from experiments.lab.measure import ceilings
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import ExperimentSpec, Floating, Positive
 from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -73,7 +71,7 @@ class KernelSpec(ExperimentSpec):
     baseline: str = ""  # the one that ratios refer to
     sweeps: tuple[Sweep, ...] = ()
     metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")  # of the least that the operation needs (`Work`)
-    dtype: DType = DType.bfloat16  # of inputs and outputs
+    dtype: Floating = DType.bfloat16  # of inputs and outputs
     allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm, for speed to count
 
     def __post_init__(self) -> None:
@@ -83,18 +81,10 @@ class KernelSpec(ExperimentSpec):
             )
         if not self.sweeps:
             raise ConfigError("experiment.sweeps is empty: name at least one case and its shapes")
-        for sweep in self.sweeps:
-            if sweep.case not in CASES:
-                raise ConfigError(f"unknown case {sweep.case!r}{suggest(sweep.case, CASES)}")
+        require_known("unknown case", [sweep.case for sweep in self.sweeps], CASES)
         known = {variant for sweep in self.sweeps for variant in CASES[sweep.case].variants}
-        for variant in self.variants:
-            if variant not in known:
-                raise ConfigError(f"experiment.variants: unknown implementation {variant!r}{suggest(variant, known)}")
-        for metric in self.metrics:
-            if metric not in METRICS:
-                raise ConfigError(f"unknown metric {metric!r}{suggest(metric, METRICS)}")
-        if self.dtype is DType.auto:
-            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
+        require_known("experiment.variants: unknown implementation", self.variants, known)
+        require_known("unknown metric", self.metrics, METRICS)
         super().__post_init__()
 
 
@@ -106,7 +96,6 @@ class KernelSweep(Experiment):
         super().__init__(config)
         spec = self.spec
         self.baseline = spec.baseline
-        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self.device = self.engine.model.device
         if self.device is Device.cpu and any(CASES[sweep.case].needs_gpu for sweep in spec.sweeps):
             try:
@@ -126,12 +115,12 @@ class KernelSweep(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         device = resolve_device(self.engine.model)
-        known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
+        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []
-        with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
-            measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
-            status, error = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
+        with torch.inference_mode(), closing(Apart(self.peers.vllm)) as apart:
+            measure = partial(self._point, device=device, limits=limits, found=found, steps=steps, apart=apart)
+            status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
             for missing in (*at.absent.items(), *at.failed.items()):
@@ -142,13 +131,13 @@ class KernelSweep(Experiment):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
         called = dict.fromkeys(variant for at in found for variant in at.called)
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
-        if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
-            notes.append(f"Utilization is left out, because {known.problem}.")
+        if limits is None and any(name in self.metrics for name in OF_CEILINGS):
+            notes.append(f"Utilization is left out, because {problem}.")
         return Findings(
             rows,
             status=status,
             error=error,
-            ceilings=known.ceilings,
+            ceilings=limits,
             notes=notes,
             error_gates=[gate for at in found for gate in at.gates.values()],
             procedure=PROCEDURE,

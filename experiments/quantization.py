@@ -18,16 +18,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from experiments.lab import points
-from experiments.lab.check import Count
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, Probe
+from experiments.lab.explain import require_known
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.show.sweeps import Beside
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine
 from mini_infer.assets.evaluate import load
@@ -65,7 +63,7 @@ METRICS = {
     "memory_saved": Metric("bytes of weights saved", "", Better.higher, share=True),
     "kv_tokens": Metric("tokens in the memory of one in bf16", "", Better.higher),
 }
-WHOLE = points.point({"layers": "all"})
+WHOLE = Point.of({"layers": "all"})
 # What is no Recipe: keys and values alone, and the reference in the checkpoint's dtype.
 FP8_KV, BF16 = "fp8", "bfloat16"
 NAMED = 8  # of the linear layers that mind most
@@ -96,9 +94,7 @@ class QuantizationSpec(ExperimentSpec):
         for share in self.left:
             if not 0 < share < 1:
                 raise ConfigError(f"experiment.left must be shares between 0 and 1, got {share}")
-        unknown = sorted(set(self.single) - set(self.variants))
-        if unknown:
-            raise ConfigError(f"experiment.single names {unknown[0]}; variants are {', '.join(self.variants)}")
+        require_known("experiment.single names", self.single, self.variants)
 
 
 class Quantization(Probe):
@@ -122,9 +118,9 @@ class Quantization(Probe):
                     f"{Method.gptq.value}, which fold no scales into other layers"
                 )
         layers = range(read_json(self._folder / "config.json")["num_hidden_layers"])
-        single = [points.point({"layer": index}) for index in layers]
-        single += [points.point({"part": part}) for part in spec.parts]
-        single += [points.point({"left": share}) for share in spec.left]
+        single = [Point.of({"layer": index}) for index in layers]
+        single += [Point.of({"part": part}) for part in spec.parts]
+        single += [Point.of({"left": share}) for share in spec.left]
         self.points = [WHOLE, *(single if spec.single else [])]
         self.timed = [(name, WHOLE) for name in self.variants]
         self.timed += [(name, point) for name in spec.single for point in single]

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points
-from experiments.lab.check import Count
+from experiments.lab.experiment import Probe
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
 from mini_infer.cache.kv_manager import KVManager
@@ -78,10 +76,10 @@ class SchedulerOverhead(Probe):
         super().__init__(config)
         spec = self.spec
         self._rng = np.random.default_rng(self.settings.seed)
-        self._running = [points.point({"running": n}) for n in spec.running]
+        self._running = [Point.of({"running": n}) for n in spec.running]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
         lists = ("prompt_tokens", "waiting", "rows")
-        others = [points.point({name: n}) for name in lists for n in getattr(spec, name)]
+        others = [Point.of({name: n}) for name in lists for n in getattr(spec, name)]
         self.points = [*self._running, self._fit, *others]
         self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
 

@@ -17,13 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points
-from experiments.lab.check import Count, Positive
+from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.rounds import Probe
 from experiments.lab.measure.simulated import OF_REPLICAS
 from experiments.lab.points import Point
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import Count, ExperimentSpec, Positive
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.limits import Limits
 from mini_infer.serving.router import Router
@@ -72,7 +70,7 @@ class SimulatorSpeed(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.points = [points.point({"replicas": count}) for count in self.spec.replicas]
+        self.points = [Point.of({"replicas": count}) for count in self.spec.replicas]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         spec, count = self.spec, point.values["replicas"]

@@ -113,9 +113,6 @@ def _resident(engine: psutil.Process) -> tuple[int, int]:
     return sum(process.memory_info().rss for process in http), engine.memory_info().rss
 
 
-# --- clients ------------------------------------------------------------------------------------------------------
-
-
 async def _client(url: str, rng: random.Random, until: float, seen: Seen) -> None:
     host, port = url.removeprefix("http://").split(":")
     while time.monotonic() < until:
@@ -167,9 +164,6 @@ def _outcome(answer: bytes | None, body: dict[str, Any], refused: bool) -> str:
     if body["stream"]:
         return "streamed" if b"data: [DONE]\n\n" in answer else "wrong: a stream without an end"
     return "whole" if b'"usage":' in answer else "wrong: an answer without an end"
-
-
-# --- afterwards ---------------------------------------------------------------------------------------------------
 
 
 def _what_is_left(url: str) -> list[str]:

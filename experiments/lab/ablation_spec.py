@@ -1,19 +1,28 @@
-"""What the YAML of an ablation may say."""
+"""What the YAML of an ablation may say; and the engines that its variants ask for, of the config alone: what cannot run
+here is refused before torch is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab.check import Natural, Positive
+from omegaconf import DictConfig
+
+from experiments.lab import axes, points, schema
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import SERVED, Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, settings_of
+from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, Natural, Positive, settings_of
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.runtime import preflight
+
+ABLATION = "experiments.ablation.Ablation"
+READ = ("workload", "hardware", "peers.processes", *points.keys("measure", "aa points predict repeats seed system"))
+NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhost:8000, say"
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class AblationSpec(ExperimentSpec):
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
         alone has the same settings: HTTP is not simulated."""
         variants, claims = dict[str, Any](), list(self.claims)
-        every = {name: (_kind(changes), changes or {}) for name, changes in self.variants.items()}
+        every = {name: (_named_kind(changes), changes or {}) for name, changes in self.variants.items()}
         of_engines = [settings_of(changes) for kind, changes in every.values() if kind == Kind.engine]
         for name, (kind, changes) in every.items():
             variants[name] = self.variants[name]
@@ -96,10 +105,10 @@ class AblationSpec(ExperimentSpec):
 
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
-        variants = {name: changes for name, changes in self.variants.items() if _kind(changes) == kind}
+        variants = {name: changes for name, changes in self.variants.items() if _named_kind(changes) == kind}
         if kind is Kind.simulated:
             for name, changes in self.variants.items():
-                if _kind(changes) in (Kind.engine, Kind.served):
+                if _named_kind(changes) in (Kind.engine, Kind.served):
                     variants[name] = {**(changes or {}), "kind": kind.value}
         variants = variants or {kind.value: {"kind": kind.value, "label": kind.label}}
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
@@ -118,6 +127,74 @@ class AblationSpec(ExperimentSpec):
         return replace(changed, timeline=None, profile=())
 
 
-def _kind(changes: dict[str, Any] | None) -> str:
+def _named_kind(changes: dict[str, Any] | None) -> str:
     """Of a variant."""
     return str((changes or {}).get("kind", Kind.engine.value))
+
+
+def kinds(config: DictConfig) -> set[Kind]:
+    """Of the systems that are measured. Raises ConfigError."""
+    if config.axes.via == axes.URL:
+        return {Kind.http}
+    alone, own = config.measure.system, schema.plain(config.experiment).get("variants") or {}
+    asked = own if alone is None else {alone.value: {"kind": alone.value}}
+    found = {_kind(config, name, changes or {}) for name, changes in asked.items()}
+    return found | {Kind.simulated} if config.measure.predict else found
+
+
+def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
+    """The variant of that name, with these changes to the config. Raises ConfigError."""
+    kind = _kind(config, name, changes)
+    where = f"experiment.variants.{name}"
+    return kind, schema.engine_config(schema.merged(config.engine, settings_of(changes), where))
+
+
+def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
+    where = f"experiment.variants.{name}"
+    if not isinstance(changes, Mapping):
+        raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
+    try:
+        kind = Kind(changes.get("kind", "engine"))
+    except ValueError:
+        allowed = ", ".join(k.value for k in Kind)
+        raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
+    if config.axes.via == axes.HTTP:
+        kind = SERVED.get(kind, kind)
+        if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
+            raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                              "via=url peers.http.url=...")  # fmt: skip
+    return kind
+
+
+def require_files(config: DictConfig) -> None:
+    """Raises ConfigError where a file that requests of some point are made of is missing, or is not sound."""
+    asked, spec = schema.of_points(config), schema.plain(config.experiment)
+    for point in points.grid(spec.get("points") or {}):
+        schema.workload(schema.with_values(asked, point.values)).require_files()
+
+
+def require_possible(config: DictConfig) -> None:
+    """Raises ConfigError or ModelError where what the experiment is to measure cannot start here."""
+    if config.axes.via == axes.URL and config.peers.http.url is None:
+        raise ConfigError(NO_ADDRESS)
+    if config.axes.scale == axes.NO_SCALE:
+        if config.hardware.device is None:  # else who measures nothing on it may go on
+            preflight.require_device(schema.engine_config(config.engine))
+        return
+    require_files(config)
+    system = Kind(config.measure.system or Kind.engine)
+    if system.can.needs_gpu and not preflight.sees_gpu():
+        raise ConfigError(f"system={system.value}: {system.label} is measured on a GPU, and none is visible here")
+    if config.axes.via == axes.URL or not system.can.ours:
+        return
+    asked, spec, checked = schema.of_points(config), schema.plain(config.experiment), list[EngineConfig]()
+    if spec.get("_target_") != ABLATION:  # others make engines of their own, of this model
+        preflight.check_model(schema.engine_config(config.engine).model)
+        return
+    for point in points.grid(spec.get("points") or {}):
+        at_point = schema.with_values(asked, point.values)
+        for name, changes in (spec.get("variants") or {}).items():
+            kind, engine = made(at_point, name, changes or {})
+            if kind.can.ours and engine not in checked:
+                checked.append(engine)
+                preflight.check(engine)

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
-from experiments.lab.explain import suggest
-from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.explain import require_known
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.schema import SHORT
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat
@@ -127,14 +127,13 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from hydra import compose, initialize_config_dir
 
     from experiments.lab import points, typed
+    from experiments.lab.ablation_spec import ABLATION, require_files
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
-    from experiments.lab.variants import ABLATION, require_files
 
     conf = root / "conf"
-    if experiment not in (known := names(conf)):
-        raise ConfigError(f"unknown experiment {experiment!r}{suggest(experiment, known)}")
+    require_known("unknown experiment", [experiment], names(conf))
     schema.register(conf, experiment)
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):

@@ -15,9 +15,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from experiments.lab import schema, sweep, typed
-from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.experiment import Experiment, Findings, IncompleteRun
 from experiments.lab.measure import hardware, processes
-from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import provenance, rows, trackers
@@ -33,20 +32,14 @@ LONGEST_NAME = 160  # of a run; file systems take 255 bytes with the endings
 
 
 def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path) -> Path:
-    """Runs the experiment `name` and returns the path of its report.
+    """Runs the experiment `name` and returns the path of its report. Relative paths of the config start at `root`.
 
-    Args:
-        overrides: what was typed beside the program's name.
-        root: where relative paths of the config start.
-
-    Raises:
-        IncompleteRun: it was stopped by an error, or its place could not be written; the message says what is kept.
-        KeyboardInterrupt: it was stopped by the user; what was finished is stored and reported.
-    """
+    Raises IncompleteRun where an error has stopped it, or its place could not be written, with what is kept; and
+    KeyboardInterrupt where the user has, after what was finished is stored and reported."""
     settled = typed.settle(config, name, overrides)
     config = settled.config
     experiment: Experiment = schema.experiment_class(config).from_config(config)
-    paths = schema.build(schema.Paths, config.paths, "paths")
+    paths = experiment.paths
     run = paths.run or store.run_name(settled.changed)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")

@@ -1,22 +1,28 @@
-"""What an experiment is to the program that runs it."""
+"""What an experiment is to the program that runs it: findings, made in rounds that can be stopped; and, of those that
+time something directly, without an engine that serves requests, what is in a round."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 import torch
 from omegaconf import DictConfig
 
 from experiments.lab import schema
-from experiments.lab.judge import claims
+from experiments.lab.axes import CONF
+from experiments.lab.judge import claims, stats
 from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
@@ -26,9 +32,45 @@ from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import Device
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.errors import ConfigError, MiniInferError
 
 Made = TypeVar("Made", bound="Experiment")
+
+
+class IncompleteRun(MiniInferError):
+    """A run was stopped by an error, or could not be stored or reported. The message says what is kept, and where."""
+
+
+def run_rounds(
+    rounds: Sequence[tuple[str, Callable[[], None]]], begun: Callable[[], str] = str
+) -> tuple[str, BaseException | None]:
+    """Runs named rounds in order, each of which keeps its findings at its very end. An error or Ctrl-C ends the run
+    there; where nothing is kept, it is raised. Returns "complete" or "incomplete: <why, where, and what is kept>", and
+    what stopped it.
+
+    Args:
+        begun: says what is kept of the first round where that was not finished; empty: nothing.
+
+    What is alive now is out of the garbage collector's sight meanwhile: a full pass over a process that has imported
+    torch takes a few tenths of a second, and would fall on whoever happens to trigger it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        for done, (name, work) in enumerate(rounds):
+            try:
+                work()
+            except (Exception, KeyboardInterrupt) as error:
+                kept = f"{done} of {len(rounds)} rounds are kept" if done else begun()
+                if not kept:
+                    raise
+                return f"incomplete: {words(error)} in {name}; {kept}", error
+    finally:
+        gc.unfreeze()
+    return COMPLETE, None
+
+
+def words(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -78,8 +120,11 @@ class Experiment:
         self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.peers = schema.build(PeerSettings, config.peers, "peers")
+        self.paths = schema.build(schema.Paths, config.paths, "paths")
         self.engine = schema.engine_config(config.engine)  # before any variant changes it
         self.threads = self.settings.threads or torch.get_num_threads()
+        self.simulator = Simulator(self.chosen, self.threads, CONF.parent / self.settings.costs)
 
     @classmethod
     def from_config(cls: type[Made], config: DictConfig) -> Made:
@@ -125,3 +170,54 @@ class Experiment:
 
     def finish(self, findings: Findings) -> None:
         """Called once, with what all processes have found."""
+
+
+class Probe(Experiment):
+    """Every (variant, point) of `timed`, in this order and back (ABBA); a repeat is kept whole."""
+
+    timed: Sequence[tuple[str, Point]] = ()  # where it is not every variant at every point
+    repeat = 0  # the number of the one that is measured
+
+    def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
+        """One measurement: metric -> value, None where a sample is too small for it."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """Why the latest of them do not count; empty where they do."""
+        return ""
+
+    def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
+        """What follows from all values of a repeat."""
+        return ()
+
+    def measure(self, steps: Steps) -> Findings:
+        repeats = self.settings.repeats
+        self.timed = self.timed or [(variant, point) for variant in self.variants for point in self.points]
+        steps.plan(repeats * len(self.timed))
+        rows: list[Row] = []
+        names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
+        status, error = run_rounds(
+            [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
+        )
+        return Findings(rows, status=status, error=error)
+
+    def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
+        self.repeat, found = repeat, list[Row]()
+        for variant, point in stats.abba(self.timed, repeat):
+            label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
+            steps.next(f"{label}{point.name}, {name}")
+            gc.collect()
+            values = self.values(variant, point)
+            found += self._rows(variant, point, repeat, values, self.problem())
+        for variant, point, values in self.derived(found):
+            found += self._rows(variant, point, repeat, values)
+        rows += found
+
+    def _rows(
+        self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
+    ) -> list[Row]:
+        return [
+            Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
+            for name, value in values.items()
+            if value is not None
+        ]

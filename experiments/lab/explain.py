@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from omegaconf.errors import OmegaConfBaseException as OmegaConfError
 
 from mini_infer.assets import SHIPPED
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import ConfigError, MiniInferError
 
 
 def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
@@ -73,6 +73,13 @@ def suggest(name: str, known: Iterable[str], where: str = "") -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known{where}: {', '.join(names) or '(nothing)'}"
+
+
+def require_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ConfigError for a name that is none of them."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{what} {name!r}{suggest(name, known)}")
 
 
 def _enum_of(error: OmegaConfError) -> list[str]:

@@ -20,6 +20,11 @@ class Point:
     values: Mapping[str, Any]
     labels: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Point:
+        names = short_names(list(values))
+        return cls(" ".join(f"{names[key]}={value}" for key, value in values.items()), dict(values))
+
 
 def grid(axes: Mapping[str, Any]) -> list[Point]:
     """Every combination of the axes' values, the last axis fastest. No axes: one point without a name.
@@ -49,11 +54,6 @@ def grid(axes: Mapping[str, Any]) -> list[Point]:
         )
         for parts in itertools.product(*choices)
     ]
-
-
-def point(values: Mapping[str, Any]) -> Point:
-    names = short_names(list(values))
-    return Point(" ".join(f"{names[key]}={value}" for key, value in values.items()), dict(values))
 
 
 def shown(values: Any) -> str:

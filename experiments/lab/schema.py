@@ -17,12 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
 from experiments.lab.axes import CONF, Axes
-from experiments.lab.check import Checked, Count, Natural, Positive
 from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
-from experiments.lab.measure.kinds import Kind
-from experiments.lab.peers.settings import PeerSettings
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.measure.kinds import Kind, PeerSettings
+from experiments.lab.spec import Checked, Count, ExperimentSpec, Natural, Positive
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, points, schema, variants
+from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.axes import CONF, Axes
-from experiments.lab.explain import suggest
+from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
@@ -106,9 +106,8 @@ def _leave_out(config: DictConfig) -> list[str]:
     if not (gone := list(config.measure.without)):
         return []
     known = config.experiment.get("variants") or {}
+    require_known("experiment.variants has no", gone, known)
     for name in gone:
-        if name not in known:
-            raise ConfigError(f"experiment.variants has no {name!r}{suggest(name, known)}")
         del known[name]
     about, what = set(gone), "about what is not measured"
     lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
@@ -155,9 +154,9 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
     if not asked:
         return
     who = experiment
-    if config.experiment.get("_target_") == variants.ABLATION:
-        kinds = variants.kinds(config)
-        reads = (*(key for kind in kinds for key in kind.can.reads), *variants.READ)
+    if config.experiment.get("_target_") == ablation_spec.ABLATION:
+        kinds = ablation_spec.kinds(config)
+        reads = (*(key for kind in kinds for key in kind.can.reads), *ablation_spec.READ)
         who = next(iter(kinds)).label if len(kinds) == 1 else experiment
     else:
         reads = schema.experiment_class(config).reads
@@ -197,7 +196,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     """Puts measure.points in the place of what the experiment says, and drops the claims that fall away."""
     if not (asked := schema.plain(config.measure).get("points") or {}):
         return []
-    if config.experiment.get("_target_") != variants.ABLATION:
+    if config.experiment.get("_target_") != ablation_spec.ABLATION:
         raise ConfigError(f"{experiment} has no experiment.points to change")
     own = schema.plain(config.experiment).get("points") or {}
     known = dict(own)
@@ -245,9 +244,7 @@ def _chosen(axis: str, own: Any, values: Any) -> Any:
                 f"their settings, {{name: {{workload.count: 8}}}}"
             )
         return values
-    for name in values:
-        if name not in own:
-            raise ConfigError(f"experiment.points.{axis} has no {name!r}{suggest(str(name), own)}")
+    require_known(f"experiment.points.{axis} has no", map(str, values), own)
     return {name: own[name] for name in values}
 
 

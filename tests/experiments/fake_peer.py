@@ -10,8 +10,8 @@ import sys
 import time
 from dataclasses import replace
 
+from experiments.lab.measure.kinds import PeerAbsent
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers.base import PeerAbsent
 from mini_infer.core.errors import ConfigError
 
 

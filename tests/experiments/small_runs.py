@@ -3,6 +3,8 @@
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
+from experiments.lab.load import subject
+from experiments.lab.peers.process import PeerProcess
 from experiments.lab.show.progress import Steps
 
 # On the clock of an engine without a model, and requests that half share a prefix.
@@ -31,3 +33,9 @@ def measured(experiment):
 def run(config, cls=Ablation):
     experiment = cls.from_config(config)
     return experiment, measured(experiment)
+
+
+def served_by(kind, config, settings):
+    """A server in a process of its own, with clients."""
+    server = PeerProcess(kind.label, kind.can.module, config, settings.of(kind), threads=1)
+    return subject.open_subject(kind, settings, server)

@@ -19,7 +19,7 @@ from experiments.lab import catalog, typed
 from experiments.lab.axes import CONF
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
-from experiments.lab.measure import plan_commands, plans
+from experiments.lab.measure import plans
 from experiments.lab.measure.plans import Plan
 from experiments.lab.points import Point, flat
 from experiments.lab.show import answer
@@ -51,7 +51,7 @@ def planned(config, *but: str):
 
 
 def command_of(experiment: Capacity, plan: Plan) -> str:
-    return plan_commands.server(experiment._engine(plan.settings, plan.replicas))
+    return plans.server(experiment._engine(plan.settings, plan.replicas))
 
 
 def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
@@ -329,7 +329,7 @@ def test_the_line_that_measures_serves_the_engines_that_were_simulated(compose_c
                 ("third", {"prefill_share": 0.5}, 4),
             )
         }
-        line = plan_commands.measuring(experiment._config, overrides, experiment._base, named, experiment.spec.slo)
+        line = plans.measuring(experiment._config, overrides, experiment._base, named, experiment.spec.slo)
         program, script, *again = shlex.split(line)
         assert (program, script) == ("python", "run.py")
         composed = compose_config(*again)

@@ -14,13 +14,10 @@ from experiments import disaggregation
 from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
 from experiments.lab.judge.stats import abba
 from experiments.lab.measure import engine_processes
-from experiments.lab.measure.engine_processes import EngineProcesses
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplicas
+from experiments.lab.measure.kinds import Kind, VLLMSettings
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.peers import replicas
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.replicas import PeerReplicas
-from experiments.lab.peers.settings import VLLMSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
@@ -70,11 +67,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         seen.append(environment)
         return PeerProcess(name, "fake_peer", *rest, environment=environment, **more)
 
-    monkeypatch.setattr(replicas, "PeerProcess", start)
-    monkeypatch.setattr(replicas, "require_device", lambda kind, device: None)
-    monkeypatch.setattr(replicas, "settled", lambda config: config)
+    monkeypatch.setattr(engine_processes, "PeerProcess", start)
+    monkeypatch.setattr(engine_processes, "require_device", lambda kind, device: None)
+    monkeypatch.setattr(engine_processes, "settled", lambda config: config)
     monkeypatch.setattr(gpus, "needs_no_gpu", lambda config: False)
-    monkeypatch.setattr(replicas, "count_gpus", lambda environment: 2)
+    monkeypatch.setattr(engine_processes, "count_gpus", lambda environment: 2)
     return seen
 
 

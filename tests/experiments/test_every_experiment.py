@@ -19,14 +19,17 @@ from experiments.lab import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import case as kernel_timer
-from experiments.lab.measure import engine_processes, together
+from experiments.lab.measure import engine_processes
 from experiments.lab.store import result as store
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.config import replace as changed
 from mini_infer.serving.processes.engine_process import EngineServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_figures", "peers_are_forked"),
+]  # together they take a minute
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -220,7 +223,6 @@ LEFT_OUT = NEEDS_TRITON | ELSEWHERE
 def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
-    monkeypatch.setattr(together, "START", "fork")
     monkeypatch.setattr(engine_processes, "ways_to_make", _in_threads)
 
 

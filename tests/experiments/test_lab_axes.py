@@ -12,7 +12,7 @@ from made_up import result as demo
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
-from experiments.lab import axes, catalog, schema, typed, variants
+from experiments.lab import ablation_spec, axes, catalog, schema, typed
 from experiments.lab.execute import execute
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.kinds import Kind
@@ -131,7 +131,7 @@ def test_a_second_arm_that_is_typed_is_measured(compose_config, experiment):
 
 
 def test_what_is_said_to_be_read_is_there():
-    said = {key for kind in Kind for key in kind.can.reads} | {*variants.READ, *typed.EVERYWHERE} - {"hydra"}
+    said = {key for kind in Kind for key in kind.can.reads} | {*ablation_spec.READ, *typed.EVERYWHERE} - {"hydra"}
     for file in map(OmegaConf.load, (CONF / "experiment").glob("*.yaml")):
         if "_target_" in file.experiment:
             said |= set(schema.experiment_class(file).reads)
@@ -398,7 +398,7 @@ def test_any_server_is_asked_by_its_address(compose_config):
     experiment = Ablation.from_config(settled.config)
     assert {cell.kind for cell in experiment._cells.values()} == {Kind.http}
     with pytest.raises(ConfigError, match=r"via=url needs the server's address: peers.http.url="):
-        variants.require_possible(settle(compose_config, "chunked_prefill", "via=url").config)
+        ablation_spec.require_possible(settle(compose_config, "chunked_prefill", "via=url").config)
 
 
 def test_our_system_alone_leaves_the_peers_out(compose_config):

@@ -9,8 +9,7 @@ from experiments.lab import schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.execute import execute
 from experiments.lab.measure import cells
-from experiments.lab.measure.kinds import Kind
-from experiments.lab.peers.base import PeerError
+from experiments.lab.measure.kinds import Kind, PeerError
 from experiments.lab.show import report
 from experiments.lab.show.answer import answer
 from experiments.lab.store import result as store

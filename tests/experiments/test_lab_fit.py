@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.lab.measure.fit import MeasuredStep, Span, device_seconds, fit, nonnegative, residuals
+from experiments.lab.measure.fit import MeasuredStep, device_seconds, fit, nonnegative, residuals
+from experiments.lab.measure.traces import StepRow
 from mini_infer.core.plan import StepPlan
 from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
@@ -96,7 +98,12 @@ def test_no_solution_is_below_zero() -> None:
 
 def test_the_device_works_from_end_to_end_where_steps_overlap() -> None:
     """Two steps of a busy engine, a pause, and one more: the host's 1 ms counts only where the device waits for it."""
-    spans = [Span(0.0, 0.010, 0.001, True), Span(0.0102, 0.020, 0.001, False), Span(1.0, 1.008, 0.001, False)]
+
+    def step(start: float, end: float, left: int) -> StepRow:
+        nothing: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepRow)}
+        return StepRow(**{**nothing, "start_s": start, "duration_s": end - start, "host_s": 0.001, "num_running": left})
+
+    spans = [step(0.0, 0.010, left=1), step(0.0102, 0.020, left=0), step(1.0, 1.008, left=0)]
     assert device_seconds(spans, overlap=True) == pytest.approx([0.009, 0.010, 0.007])
     assert device_seconds(spans, overlap=False) == pytest.approx([0.009, 0.009, 0.007])
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.lab.judge.claims import Bound, Claim, Verdict, judge, resolve_all
 from experiments.lab.judge.gate import Difference, compare
-from experiments.lab.points import point
+from experiments.lab.points import Point
 from experiments.lab.spec import ClaimSpec
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.errors import ConfigError
@@ -89,7 +89,7 @@ def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
 
 def resolved(*more, **changes):
     specs = [ClaimSpec(**{"metric": "speed", "variant": "new", **each}) for each in (changes, *more)]
-    every = [point({"size": size}) for size in (1, 8)]
+    every = [Point.of({"size": size}) for size in (1, 8)]
     return resolve_all(specs, variants=["base", "new"], baseline="base", metrics=["speed"], points=every)
 
 

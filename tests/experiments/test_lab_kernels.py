@@ -460,7 +460,7 @@ def test_a_second_arm_that_fails_costs_itself_only(build, monkeypatch):
 
 
 def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch, no_interpreter):
-    monkeypatch.setattr(kernels.ceilings, "find", lambda *a: kernels.ceilings.Found(None, "nobody has measured"))
+    monkeypatch.setattr(kernels.ceilings, "find", lambda *a: (None, "nobody has measured"))
     found = measure(build())
     assert {row.metric for row in found.rows} == {"time_us", "tflop_s", "gb_s"}
     assert "Utilization is left out, because nobody has measured." in found.notes

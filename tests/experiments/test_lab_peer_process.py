@@ -14,12 +14,10 @@ import pytest
 from reimported import reimported
 
 from experiments.lab.load import subject as over_http
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.peers import pool
-from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -196,8 +194,7 @@ def test_peers_that_have_room_are_begun_together(gpu):
 
 
 def test_servers_that_have_room_are_begun_with_them(gpu, monkeypatch):
-    monkeypatch.setattr(over_http, "PeerProcess", Stub)
-    monkeypatch.setattr(over_http, "open_subject", lambda kind, config, settings, threads, server: server)
+    monkeypatch.setattr(over_http, "open_subject", lambda kind, settings, server: server)
     with closing(Peers(PeerSettings())) as peers:
         for kind in (Kind.served, Kind.vllm_served, Kind.served_bench, Kind.http):
             peers.begin(kind, config(list(Kind).index(kind), 0.2))
@@ -277,13 +274,19 @@ def test_memory_given_in_gib_counts_with_the_weights(monkeypatch):
     assert weights == pytest.approx(4 * 6.43e6, rel=0.01)
 
 
-PEERS = [path for path in sorted((ROOT / "experiments/lab").rglob("*.py")) if "\ndef open_peer(" in path.read_text()]
+ROOMS = ("peers", "load", "kernels")  # of measure/ are processes of this one's own packages
+PEERS = [
+    path
+    for room in ROOMS
+    for path in sorted((ROOT / "experiments/lab" / room).rglob("*.py"))
+    if "\ndef open_peer(" in path.read_text()
+]
 
 
 def test_a_peers_modules_need_no_hydra():
     """Their process may have only the packages that the peer brings."""
     assert len(PEERS) >= 4
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PEERS]
-    names += ["experiments.lab.peers.worker"]
+    names += ["experiments.lab.peers.process"]
     names += [f"experiments.lab.kernels.{name}" for name in ("attention", "fused", "latent", "moe")]
     assert reimported("import " + ", ".join(names), without=["hydra", "omegaconf"]) == 0

@@ -5,13 +5,12 @@ from contextlib import closing
 
 import pytest
 
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerSettings
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers import pool
 from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.peers.hf_continuous import HFContinuous
 from experiments.lab.peers.pool import Peers
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError

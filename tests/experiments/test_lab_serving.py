@@ -11,15 +11,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from small_runs import served_by
 
 from experiments.lab.load import client, subject
 from experiments.lab.load.client import Client, Target
 from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import ClientSettings, HTTPSettings, Kind, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -201,7 +200,7 @@ def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
 
 @pytest.fixture(scope="module")
 def served():
-    found = subject.open_subject(Kind.served, DRY, PeerSettings(client=ClientSettings(processes=2)), 1)
+    found = served_by(Kind.served, DRY, PeerSettings(client=ClientSettings(processes=2)))
     yield found
     found.close()
 
@@ -247,7 +246,7 @@ def test_a_request_that_the_server_refuses_fails_alone(served):
 def test_the_same_client_loads_any_server_by_its_url(served):
     url = served._server.about["url"]
     settings = PeerSettings(http=HTTPSettings(url=f"{url}/v1"))
-    other = subject.open_subject(Kind.http, EngineConfig(), settings, 1)
+    other = subject.open_subject(Kind.http, settings, None)
     try:
         found = other.serve(ITEMS[:2], 2)
         assert [len(r.token_ids) for r in found.requests] == [5, 6]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments.lab import execute
-from experiments.lab.measure import cells, rounds
-from experiments.lab.measure.rounds import IncompleteRun
+from experiments.lab.experiment import IncompleteRun, run_rounds
+from experiments.lab.measure import cells
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
@@ -223,7 +223,7 @@ def test_a_mistake_in_the_settings_is_no_incomplete_run():
         raise ConfigError("planted")
 
     with pytest.raises(ConfigError, match="planted"):
-        rounds.run([("the first round", work)])
+        run_rounds([("the first round", work)])
 
 
 def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(run_py, monkeypatch, capsys, tmp_path):

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from small_runs import measured, probe
+from small_runs import measured, probe, served_by
 
 from experiments.lab.judge import validity
-from experiments.lab.load import subject
 from experiments.lab.load.client import Client
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerSettings
 from experiments.lab.measure.schedule import Outcomes
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Fixed, Text
 from mini_infer.core.config import EngineConfig
 
@@ -124,8 +122,8 @@ def server():
         "cache": {"num_blocks": 512},
         "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 128},
     }
-    started = subject.start(Kind.served, EngineConfig.from_dict(config), PeerSettings(), 1)
-    yield started.about["url"]
+    started = served_by(Kind.served, EngineConfig.from_dict(config), PeerSettings())
+    yield f"http://{started.target.host}:{started.target.port}"
     started.close()
 
 

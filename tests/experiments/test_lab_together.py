@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
-from torch.distributed import Store
 
 from experiments import all_reduce
 from experiments.lab.measure import together
+from experiments.lab.measure.kinds import PeerError, VLLMSettings
+from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.show.progress import Steps
-from mini_infer.parallel.all_reduce import Collectives
-from mini_infer.parallel.context import ParallelContext
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-class Rank:
-    def __init__(self, rank: int, store: Store) -> None:
-        one = ParallelContext(rank, 2)
-        self.contexts = [replace(one, collectives=Collectives(store, rank, 2, torch.device("cpu")))]
-
-    def notes(self) -> Sequence[str]:
-        return ()
-
-    def measure(self, variant: str) -> Mapping[str, float | None]:
-        (context,) = self.contexts
-        if variant != "sum" and context.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL if variant == "dies" else signal.SIGSTOP)
-        return {"sum": float(context.all_reduce(torch.ones(1)))}
+HERE = str(Path(__file__).resolve().parent)
 
 
-@pytest.mark.parametrize(("fault", "message"), [("dies", "rank 1 has ended with code -9"), ("stops", "one hangs")])
-def test_a_lost_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch, fault: str, message: str) -> None:
-    monkeypatch.setattr(together, "START", "fork")
-    monkeypatch.setattr(together, "LIMIT_S", 1.0)
-    started = time.monotonic()
-    with together._together(2, Rank) as ranks:
-        assert ranks.measure("sum", {}) == {"sum": 2.0}
-        with pytest.raises(RuntimeError, match=message):
-            ranks.measure(fault, {})
-    assert time.monotonic() - started < 60
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("die", "rank 1 could not measure: its process ended with code -9"), ("hang", "more than 2 s")],
+)
+def test_a_lost_rank_ends_the_measurement(fault: str, message: str) -> None:
+    """Whichever is waited for first."""
+    started, asked = time.monotonic(), {"items": [Item((5,), 2)], "concurrency": 1}
+    faults = ["hang", fault] if fault == "die" else ["none", fault]
+    ranks = [
+        PeerProcess(
+            f"rank {rank}", "fake_peer", EngineConfig(),
+            VLLMSettings(pythonpath=HERE, timeout_s=2.0 if fault == "hang" else 60.0, args={"fault": own}),
+        )
+        for rank, own in enumerate(faults)
+    ]  # fmt: skip
+    with pytest.raises(PeerError, match=message):
+        ask_all(ranks, "measure", "serve", [asked, asked])
+    assert not any(rank.alive for rank in ranks)
+    assert time.monotonic() - started < 30
 
 
 def test_the_baseline_is_measured_twice(monkeypatch: pytest.MonkeyPatch, compose_config: Callable[..., Any]) -> None:
     """There and back, the second arm 10 % slower."""
-    monkeypatch.setattr(together, "START", "fork")
     times = iter([10.0, 5.0, 11.0, 11.0, 5.0, 10.0])
-    monkeypatch.setattr(all_reduce, "time_us", lambda *a: next(times))
+
+    def timed(ranks: list[Any], *asked: Any) -> list[dict[str, float]]:
+        return [{"time_us": next(times), together.ERROR: 0.0} for _ in ranks[:1]]
+
+    monkeypatch.setattr(together, "PeerProcess", lambda *of, **more: Mock(about={}))
+    monkeypatch.setattr(together, "ask_all", timed)
     small = ("engine.model.device=cpu", "experiment.dtype=float32", "experiment.hidden=32", "experiment.rows=[2]")
     config = compose_config("experiment=all_reduce", *small, "experiment.claims=[]", "measure.aa=always")
     experiment = all_reduce.AllReduceExperiment.from_config(config)

@@ -10,19 +10,18 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from small_runs import served_by
 
 from experiments.lab.kernels import apart
 from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import VariantAbsent
-from experiments.lab.load import bench, subject
+from experiments.lab.load import bench
 from experiments.lab.load.vllm_server import flags, write_tokenizer
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerError, PeerSettings, VLLMSettings
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerError
 from experiments.lab.peers.pool import Peers
-from experiments.lab.peers.settings import PeerSettings, VLLMSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -60,7 +59,7 @@ def test_made_up_words_are_a_tokenizer(tmp_path):
 
 
 def test_its_server_is_asked_by_our_client():
-    served = subject.open_subject(Kind.vllm_served, DUMMY, SETTINGS, 1)
+    served = served_by(Kind.vllm_served, DUMMY, SETTINGS)
     try:
         found = served.serve(ITEMS, 2)
         expected = EngineSubject(DRY).serve(ITEMS, 2).requests
@@ -77,7 +76,7 @@ def test_its_server_is_asked_by_our_client():
 def test_a_server_that_does_not_start_is_an_error_with_its_log():
     settings = PeerSettings(vllm=VLLMSettings(pythonpath=STAND_IN, args={"seed": 13}))
     with pytest.raises(PeerError, match=r"vllm serve ended with code 1(?s:.*)does not like 13"):
-        subject.open_subject(Kind.vllm_served, DUMMY, settings, 1)
+        served_by(Kind.vllm_served, DUMMY, settings)
 
 
 # --- its load client ---------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from experiments.lab.kernels.case import Case, Timer, VariantAbsent, copies_needed, prepare, worst
-from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.measure.kinds import PeerAbsent, ProcessSettings
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
 

@@ -13,17 +13,16 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure import hardware
+from experiments.lab.measure.kinds import ClientSettings
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
 from experiments.lab.measure.traces import HostUse, Served
-from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import ClientSettings
+from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
@@ -82,7 +81,7 @@ class Client:
         self._followed = {items[index].follows for index in own} - {None}
         self._exchanges: dict[int, Exchange] = {}
         self._unfinished = len(own)
-        self._idle: list[Connection] = []
+        self._idle: dict[Connection, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop.run_until_complete(self._connect())
@@ -95,7 +94,8 @@ class Client:
         closed = all(self._items[index].arrival_s is None for index in self._own)
         wanted = min(self._places if closed else OPEN_LOOP_CONNECTIONS, len(self._own))
         while (missing := wanted - len(self._idle)) > 0:
-            self._idle += await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
+            made = await asyncio.gather(*(self._connection() for _ in range(min(CONNECTING, missing))))
+            self._idle |= dict.fromkeys(made)
 
     async def _run(self, start: float) -> None:
         self._start = start
@@ -151,7 +151,7 @@ class Client:
         if index not in self._requests:
             self._requests[index] = self._target.request(self._outcomes.prompts[index], self._items[index], self._salt)
         if self._idle:
-            self._send_on(self._idle.pop(), index, exchange)
+            self._send_on(self._idle.popitem()[0], index, exchange)
         else:
             self._open_and_send(index, exchange)
 
@@ -171,13 +171,9 @@ class Client:
             self._finish(index, exchange)
 
     async def _connection(self) -> Connection:
-        make, target = partial(Connection, self._forget), self._target
+        make, target = partial(Connection, lambda gone: self._idle.pop(gone, None)), self._target
         _, connection = await self._loop.create_connection(make, target.host, target.port)
         return connection
-
-    def _forget(self, connection: Connection) -> None:
-        if connection in self._idle:
-            self._idle.remove(connection)
 
     def _ended(self, connection: Connection, index: int, exchange: Exchange) -> None:
         if connection.stale:  # as servers do with connections that were idle for long
@@ -185,7 +181,7 @@ class Client:
             self._open_and_send(index, exchange)
             return
         if not connection.is_closing:
-            self._idle.append(connection)
+            self._idle[connection] = None
         self._finish(index, exchange)
 
     def _finish(self, index: int, exchange: Exchange) -> None:
@@ -225,11 +221,13 @@ class Clients:
         places = (concurrency // count + (process < concurrency % count) for process in range(count))
         about = {"items": items, "salt": salt}
         asked = [{**about, "own": own, "places": free} for own, free in zip(hands, places, strict=False)]
-        self._together("connect", "prepare", asked)
+        clients = self._processes[: len(asked)]  # a smaller pass needs fewer of them
+        ask_all(clients, "connect", "prepare", asked)
         start = time.perf_counter() + LEAD_S
-        self._together("serve", "go", [{"start": start}] * len(asked))
+        ask_all(clients, "serve", "go", [{"start": start}] * len(asked))
         took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
-        parts, cpu, tells_cached = zip(*self._together("read the answers", "outcome", [{}] * len(asked)), strict=True)
+        told = ask_all(clients, "read the answers", "outcome", [{}] * len(asked))
+        parts, cpu, tells_cached = zip(*told, strict=True)
         owned = ((own, part.requests) for own, part in zip(hands, parts, strict=True))
         by_index = {index: trace for own, requests in owned for index, trace in zip(own, requests, strict=True)}
         traces = tuple(trace for _, trace in sorted(by_index.items()))
@@ -254,17 +252,6 @@ class Clients:
         """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
         most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
         return min(self._settings.processes or most, in_flight)
-
-    def _together(self, what: str, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
-        with ThreadPoolExecutor(len(arguments)) as pool:
-            asked = zip(self._processes, arguments, strict=False)  # a smaller pass needs fewer of them
-            waiting = [pool.submit(partial(process.call, what, method, **given)) for process, given in asked]
-            try:
-                return [future.result() for future in waiting]
-            except BaseException:
-                self.close()
-                raise
 
 
 def deal(items: Sequence[Item], processes: int) -> list[list[int]]:

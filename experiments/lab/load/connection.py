@@ -48,8 +48,6 @@ class Connection(asyncio.Protocol):
         self._gone = lambda _: None
         self._transport.abort()
 
-    # --- asyncio's side -------------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         import httptools  # of what serves, which the rest of the lab does without
 
@@ -73,8 +71,7 @@ class Connection(asyncio.Protocol):
         self.stale = self.uses > 1 and not self._answered
         self._end(f"the connection was lost: {error or 'the server closed it'}")
 
-    # --- the parser's side ----------------------------------------------------------------------------------------
-
+    # What the parser calls:
     def on_body(self, body: bytes) -> None:
         assert self._exchange is not None
         self._exchange.reads.append((self._now, body))

@@ -18,11 +18,9 @@ from typing import Any
 import psutil
 
 from experiments.lab.load.client import Clients, Target
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerAbsent, PeerSettings
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import HTTPSettings, PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.cli.arguments import REFUSED
 from mini_infer.cli.server_process import discard, read_address, start_server
@@ -32,7 +30,6 @@ from mini_infer.serving.settings import PREFIX, table
 
 NEEDS = ("httptools", "msgspec")
 OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warning")  # of mini-infer-serve
-VLLM_SERVER = "experiments.lab.load.vllm_server"
 BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
@@ -97,8 +94,7 @@ class Bench:
             raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
         asked = {"prompts": [list(item.prompt) for item in items], "output_tokens": lengths.pop()}
         how = {"target": self._server.target, "salt": self._server.salt, "concurrency": concurrency}
-        found: Served = self._process.call("serve", "bench", **asked, **how)
-        return found
+        return self._process.call("serve", "bench", **asked, **how)
 
     def forget(self) -> None:
         self._server.forget()
@@ -111,41 +107,21 @@ class Bench:
         """Others use both."""
 
 
-def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, wait: bool = True) -> PeerProcess:
-    """The process that holds a server of ours or of vLLM's; `wait` and what it raises as PeerProcess."""
-    if kind is Kind.vllm_served:
-        return PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm, wait=wait)
-    return PeerProcess(kind.label, __name__, config, settings.served, wait=wait, threads=threads)
-
-
-def open_subject(
-    kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, server: PeerProcess | None = None
-) -> OverHTTP:
-    """`server`: where it has been started before, and is ready.
-
-    Raises:
-        PeerAbsent: no server answers at peers.http.url.
-        ConfigError: settings that cannot work.
-        PeerError: the server could not start.
-    """
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
+def require_client() -> None:
+    """Raises ConfigError where what the load client needs is not installed."""
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install -e '.[serve]'")
-    if kind.can.elsewhere:
+
+
+def open_subject(kind: Kind, settings: PeerSettings, server: PeerProcess | None) -> OverHTTP:
+    """`server` is ready; None: it is elsewhere. Raises PeerAbsent where none answers at peers.http.url, and ConfigError
+    where that is no URL."""
+    if server is None:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
         return OverHTTP(kind.label, target, found, Clients(target, settings.client), None)
-    server = server or start(kind, config, settings, threads)
     target = replace(_target(server.about["url"], server.about["model"]), ours=kind.can.ours)
-    clients = Clients(target, settings.client)
-    if kind is Kind.vllm_served:
-        return OverHTTP(kind.label, target, server.about["settings"], clients, server)
-    startup, number = server.about["startup"], settings.served.api_processes
-    processes = "an API process" if number == 1 else f"{number} API processes"
-    about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
-    if startup["device"] != "cpu":
-        about |= {"started in": f"{startup['seconds']:.1f} s"}
-    return OverHTTP(kind.label, target, about, clients, server)
+    return OverHTTP(kind.label, target, server.about["settings"], Clients(target, settings.client), server)
 
 
 def find(settings: HTTPSettings) -> Target:
@@ -172,7 +148,7 @@ def _target(url: str, model: str) -> Target:
 
 class Server:
     """A server that runs: its command, its process, and what is to be known of it: url, model, api_pid, engine_pids and
-    what is its own."""
+    the settings for the report."""
 
     def __init__(self, command: str, process: subprocess.Popen[Any]) -> None:
         self._command, self.process = command, process
@@ -229,6 +205,10 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
         health = json.load(answer)
     server = Server("mini-infer-serve", process)
     engine_pids = [replica["engine_pid"] for replica in health["replicas"]]
-    server.about = {"url": url, "api_pid": process.pid, "engine_pids": engine_pids}
-    server.about |= {key: health[key] for key in ("model", "startup")}
+    server.about = {"url": url, "model": health["model"], "api_pid": process.pid, "engine_pids": engine_pids}
+    startup, number = health["startup"], settings["api_processes"]
+    processes = "an API process" if number == 1 else f"{number} API processes"
+    told = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": settings["threads"]}
+    started = {} if startup["device"] == "cpu" else {"started in": f"{startup['seconds']:.1f} s"}
+    server.about["settings"] = {**told, **started}
     return server

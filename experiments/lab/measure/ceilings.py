@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -23,36 +23,24 @@ FOLDER = CONF / "hardware"
 WAY_OUT = "measure them with `python run.py experiment=ceilings`"
 
 
-class Found(NamedTuple):
-    """Exactly one of the two is set."""
-
-    ceilings: Ceilings | None
-    problem: str  # why there are none
-
-
-def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
-    """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads.
-
-    Args:
-        folder: FOLDER, where the file of this machine's key is looked up.
-        chosen: what `hardware=<name>` put into the config. It counts as it is, whatever machine this is.
-
-    Raises ConfigError where the file is no hardware file.
-    """
+def find(folder: Path, chosen: Hardware, device: str, threads: int) -> tuple[Ceilings | None, str]:
+    """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads, or why there are none.
+    What `hardware=<name>` has chosen counts as it is, whatever machine this is. Raises ConfigError where the file is no
+    hardware file."""
     known = chosen
     if not known.machine:
         path, machine = folder / f"{hardware.device_key(device)}.yaml", hardware.name(device)
         if not path.is_file():
-            return Found(None, f"no ceilings are known for {machine}: {WAY_OUT}")
+            return None, f"no ceilings are known for {machine}: {WAY_OUT}"
         known = read(path)
         if known.machine != machine:
-            return Found(None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}")
+            return None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}"
     wanted = threads if device == "cpu" else None
     for ceilings in known.ceilings:
         if ceilings.threads == wanted:
-            return Found(ceilings, "")
+            return ceilings, ""
     of, way_out = ("a GPU", "") if wanted is None else (f"{wanted} threads", f" measure.threads={wanted}")
-    return Found(None, f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}{way_out}")
+    return None, f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}{way_out}"
 
 
 def read(path: Path) -> Hardware:

@@ -18,12 +18,11 @@ from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject, open_subject
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import Subject
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row
@@ -200,16 +199,21 @@ def tokens_must_agree(cell: Cell) -> bool:
     return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32
 
 
-def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, served: Served, problem: str) -> list[Row]:
-    """One row a metric; none where a metric has no meaning for the cell (see `left_out`). `problem`: why the pass does
-    not count."""
-    found = []
+def rows(
+    cell: Cell, repeat: int, names: Sequence[str], measured: Context, served: Served, problem: str
+) -> tuple[list[Row], list[str]]:
+    """One row a metric; and why others have no meaning for this pass, a line a reason. `problem`: why it does not
+    count."""
+    found, meaningless = list[Row](), dict[str, list[str]]()
     for name, value in formulas.measure(served, names, measured).items():
         if not isinstance(value, Missing):
             found.append(_row(cell, repeat, name, value, problem))
         elif value.applies:
             found.append(_row(cell, repeat, name, 0.0, "; ".join(filter(None, (problem, value.reason)))))
-    return found
+        else:
+            meaningless.setdefault(value.reason, []).append(formulas.describe(name).label)
+    left_out = ((why, "; ".join(of), ":" if len(of) > 1 else " is") for why, of in meaningless.items())
+    return found, [f"{labels}{verb} left out, because {why}" for why, labels, verb in left_out]
 
 
 def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
@@ -220,12 +224,3 @@ def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list
 def _row(cell: Cell, repeat: int, name: str, value: float, problem: str) -> Row:
     reason = " ".join(problem.split())  # an error may have lines
     return Row(*cell.key, repeat, name, float(value), formulas.describe(name).unit, not reason, reason)
-
-
-def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
-    """Why metrics have no meaning for this pass, a line a reason."""
-    why: dict[str, list[str]] = {}
-    for name, value in formulas.measure(served, names, measured).items():
-        if isinstance(value, Missing) and not value.applies:
-            why.setdefault(value.reason, []).append(formulas.describe(name).label)
-    return [f"{'; '.join(of)}{':' if len(of) > 1 else ' is'} left out, because {reason}" for reason, of in why.items()]

@@ -294,8 +294,7 @@ def push_block_s(target: Target) -> float:
 def read(path: Path) -> CostFile:
     """Raises ConfigError where it is no file of costs."""
     try:
-        found: CostFile = converter(CostFile)(yaml.safe_load(path.read_text()))
-        return found
+        return converter(CostFile)(yaml.safe_load(path.read_text()))
     except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
 

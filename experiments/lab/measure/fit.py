@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.lab.measure.traces import StepRow
 from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, StepCosts, Work
 
 MOST_KNOTS = 24  # of a curve
@@ -26,23 +27,15 @@ class MeasuredStep(NamedTuple):
     host_s: float
 
 
-class Span(NamedTuple):
-    """When a measured step was at work, on the engine's clock."""
-
-    start: float
-    end: float
-    host_s: float  # of it, to plan and to book
-    busy: bool  # afterwards: the engine goes on at once
-
-
-def device_seconds(spans: Sequence[Span], overlap: bool) -> list[float]:
+def device_seconds(rows: Sequence[StepRow], overlap: bool) -> list[float]:
     """What the device took for each of an engine's steps, in their order. Where steps overlap, the device works from
     the end of one to that of the next while there is something to do, and the host beside it costs nothing."""
     found, end, busy = [], -math.inf, False
-    for span in spans:
-        took = span.end - (end if busy else span.start)
-        found.append(took if busy and overlap else took - span.host_s)
-        end, busy = span.end, span.busy
+    for row in rows:
+        ended = row.start_s + row.duration_s
+        took = ended - (end if busy else row.start_s)
+        found.append(took if busy and overlap else took - (row.host_s or 0.0))
+        end, busy = ended, row.num_running + row.num_prefilling + row.num_waiting + row.num_swapped > 0
     return found
 
 

@@ -1,11 +1,21 @@
-"""The systems that can be measured, and what each of them can do."""
+"""The systems that can be measured: what each of them can do, how their processes are started (`peers.*` of the
+config), what they are to who measures them, and how they fail."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.lab.points import keys
+from experiments.lab.spec import Checked, Count, Natural, Positive
+from mini_infer.core.errors import MiniInferError
+
+if TYPE_CHECKING:
+    from experiments.lab.measure.traces import Served
+    from experiments.lab.workloads import Item
 
 
 class Kind(str, Enum):
@@ -46,13 +56,9 @@ class System:
     needs_gpu: bool = False  # it is measured on a CUDA device alone
     reads: tuple[str, ...] = ()  # settings, or sections of them, beside those that every system has
 
-    @property
-    def always_apart(self) -> bool:
-        """It cannot run in this process."""
-        return self.over_http or self.client_of is not None or self.needs_gpu
-
 
 _OURS = ("engine", "measure.gates")
+_SERVED = (*_OURS, "peers.served", "peers.client")
 _MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device max_model_len")
 _ROOM = keys("engine.cache", "gpu_memory_utilization memory_gib")
 _HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
@@ -80,10 +86,16 @@ SYSTEMS = {
         "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
     ),
     Kind.served: System(
-        "mini-infer over HTTP", ours=True, over_http=True, caches=True, reads=(*_OURS, "peers.served", "peers.client")
+        "mini-infer over HTTP", "experiments.lab.load.subject", ours=True, over_http=True, caches=True, reads=_SERVED
     ),
     Kind.vllm_served: System(
-        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM_SERVED
+        "vLLM over HTTP",
+        "experiments.lab.load.vllm_server",
+        over_http=True,
+        own_weights=True,
+        caches=True,
+        needs_gpu=True,
+        reads=_VLLM_SERVED,
     ),
     Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, reads=_BENCH),
     Kind.vllm_bench: System(
@@ -99,3 +111,111 @@ SYSTEMS = {
     Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True, reads=_HTTP),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server
+
+
+@dataclass(frozen=True)
+class ProcessSettings(Checked, section="peers.*"):
+    # The peer's interpreter, such as that of a virtual environment; default: this process's own.
+    python: str | None = None
+    # Folders with the peer's packages, instead of this process's PYTHONPATH: so it can live beside another version of
+    # torch.
+    pythonpath: str | None = None
+    timeout_s: Positive = 900.0  # the longest wait for its start, and for each pass
+
+
+@dataclass(frozen=True)
+class HFSettings(ProcessSettings, section="peers.hf"):
+    # So many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
+    processes: Natural | None = None
+
+
+@dataclass(frozen=True)
+class VLLMSettings(ProcessSettings, section="peers.vllm"):
+    args: dict[str, Any] = field(default_factory=dict)  # more arguments of its EngineArgs, by name
+    api_processes: Count = 1  # of its server
+
+
+@dataclass(frozen=True)
+class ServedSettings(ProcessSettings, section="peers.served"):
+    api_processes: Count = 1  # of mini-infer's server
+
+
+@dataclass(frozen=True)
+class HTTPSettings:
+    # Of any server with the completions API, such as http://localhost:8000; a final /v1 may be left out.
+    url: str | None = None
+    model: str | None = None  # the name that requests give; default: the first that the server lists
+
+
+@dataclass(frozen=True)
+class ClientSettings(ProcessSettings, section="peers.client"):
+    # Of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
+    processes: Count | None = None
+
+
+@dataclass(frozen=True)
+class PeerSettings(Checked, section="peers"):
+    # So many of measure.processes measure peers, the first ones; default: all. Each starts its peers anew, which of
+    # vLLM takes a minute.
+    processes: Natural | None = None
+    hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
+    vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
+    served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
+    http: HTTPSettings = field(default_factory=HTTPSettings)
+    client: ClientSettings = field(default_factory=ClientSettings)  # the load on servers
+
+    def of(self, kind: Kind) -> ProcessSettings:
+        """Of the process that a kind of peer, or its server, has."""
+        return {Kind.served: self.served, Kind.vllm: self.vllm, Kind.vllm_served: self.vllm}.get(kind, self.hf)
+
+    def processes_of(self, kind: Kind) -> int | None:
+        """How many processes measure a kind of peer; None: all."""
+        own = self.hf.processes if kind in (Kind.hf, Kind.hf_continuous) else None
+        return self.processes if own is None else own
+
+
+class PeerAbsent(MiniInferError):
+    """A peer cannot be measured on this machine. The message says why: it stands in the report, and is no error."""
+
+
+class PeerError(MiniInferError):
+    """A peer's process has failed. The message holds the last lines of its log."""
+
+
+def why_lost(lost: PeerAbsent | PeerError) -> str:
+    """In a sentence, for the report. A log goes to the terminal."""
+    why, _, log = str(lost).partition("\n")
+    if isinstance(lost, PeerError):
+        print(log, file=sys.stderr)
+        why = f"it has failed, and is not asked again: {why}"
+    return why
+
+
+class Subject(Protocol):
+    """What can be measured: the engine, or a peer that serves the same requests."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what
+        it chose, fell back to, and took to start."""
+        ...
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
+        flight. A token's time is when the process that asks could read it."""
+        ...
+
+    def forget(self) -> None:
+        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LivingPeer(Subject, Protocol):
+    """One that has processes of its own, and stays for later passes."""
+
+    name: str  # for people
+
+    @property
+    def alive(self) -> bool: ...

@@ -22,11 +22,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, interrupts, schema
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, words
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure.rounds import words
-from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
@@ -115,8 +114,7 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
 def _here(config: DictConfig, steps: Steps) -> Findings:
     if config.measure.threads is not None:
         torch.set_num_threads(config.measure.threads)
-    found: Findings = schema.experiment_class(config).from_config(config).measure(steps)
-    return found
+    return schema.experiment_class(config).from_config(config).measure(steps)
 
 
 def _in_child(config: DictConfig, steps: Steps) -> Findings:
@@ -212,14 +210,8 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Findings:
-    """Numbers, gates and requests of all; what stands for one process (steps, profiles, samples) is the first one's
-    that has it.
-
-    Args:
-        found: in the order of the processes.
-        planned: so many processes there should be.
-        notes: of the run as a whole.
-    """
+    """Numbers, gates and requests of all, in the order of the processes; what stands for one (steps, profiles, samples)
+    is the first one's that has it. `planned`: so many there should be. `notes` are of the run as a whole."""
     numbers = [about.index for findings in found for about in findings.processes]
     status, error = _status(found, planned)
     names = ("samples", "steps", "profiles", "kernels", "experts")

@@ -11,14 +11,12 @@ from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
 from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings, why_lost
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.base import PeerAbsent, PeerError, why_lost
 from experiments.lab.peers.pool import Lease, Peers
-from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger, Terms

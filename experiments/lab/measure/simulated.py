@@ -123,7 +123,7 @@ class Simulator:
             )
         self._require_machine(device)
         here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
-        known = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads).ceilings
+        known, _ = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads)
         memory_gib = self.chosen.memory_gib
         if here == "cuda" and not self.chosen.machine:
             memory_gib = hardware.gpu_memory_gib()

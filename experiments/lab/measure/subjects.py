@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from experiments.lab.measure.costs import served as served_as
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import Subject
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, LoadFormat

@@ -3,76 +3,94 @@
 from __future__ import annotations
 
 import math
-import multiprocessing as mp
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
-from torch.distributed import Store
+from omegaconf import DictConfig
+from torch.distributed import PrefixStore, Store
 
-from experiments.lab.check import Positive, Several
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
-from experiments.lab.measure.rounds import Probe
+from experiments.lab.measure import hardware
+from experiments.lab.measure.kinds import ProcessSettings
+from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
-from mini_infer.core.config import DType
-from mini_infer.core.errors import ConfigError
-from mini_infer.parallel.all_reduce import join_store, open_store
+from experiments.lab.spec import ExperimentSpec, Floating, Positive, Several
+from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
+from mini_infer.kernels.ops import select_kernels
+from mini_infer.modeling.loader import resolve_device
+from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
 from mini_infer.parallel.context import ParallelContext
 
-START = "spawn"  # of a process
-LOOK_S = 0.2  # between two looks at the processes
 LIMIT_S = 300.0  # of a variant at a point
 ERROR = "error"  # of the worst row on the worst rank, among the metrics
-
-
-class Rank(Protocol):
-    contexts: list[ParallelContext]  # all that its ranks say to each other
-
-    @property
-    def measure(self) -> Callable[..., Mapping[str, float | None]]:
-        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
-        same."""
-
-    def notes(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
 class RanksSpec(ExperimentSpec):
     ranks: Several = 2  # processes
-    dtype: DType = DType.bfloat16  # of the numbers
+    dtype: Floating = DType.bfloat16  # of the numbers
     allowed_error: Positive = 0.02  # the most that a row may be off by, relative to its norm
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype is DType.auto:
-            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
+
+class Rank:
+    """What measures in the process of a rank, with kernels, and a context for each of `names` in which ranks talk."""
+
+    about: Mapping[str, str] = {}  # what it chose, for the page
+
+    def __init__(self, rank: int, store: Store, model: ModelConfig, spec: RanksSpec, *names: str) -> None:
+        one = ParallelContext(rank, spec.ranks)
+        self.device, self.dtype = resolve_device(model, one), getattr(torch, spec.dtype.value)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.kernels = select_kernels(KernelChoice.triton, self.device)
+        self.contexts = {
+            name: replace(one, collectives=Collectives(PrefixStore(name, store), rank, spec.ranks, self.device))
+            for name in names
+        }
+
+    @property
+    def measure(self) -> Callable[..., dict[str, float | None]]:
+        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
+        same."""
+        raise NotImplementedError
 
 
 class OverRanks(Probe):
     """A probe whose ranks measure together."""
 
+    reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
     spec: RanksSpec
-    make: Callable[[int, Store], Rank]  # of its number and a store through which ranks find each other; can be pickled
+    rank: type[Rank]  # made of its number, a store through which ranks find each other, a model and the spec
     reference: str  # what results are compared with
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.device = Device(hardware.resolve(self.engine.model.device))
 
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
-        with _together(self.spec.ranks, self.make) as self._ranks:
+        self._ranks: list[PeerProcess] = []
+        store, limit = open_store(), ProcessSettings(timeout_s=LIMIT_S)
+        with ExitStack() as processes:
+            for rank in range(self.spec.ranks):
+                more: dict[str, Any] = {"make": partial(self.rank, rank, spec=self.spec), "port": store.port}
+                process = PeerProcess(f"rank {rank}", __name__, self.engine, limit, wait=False, **more)
+                self._ranks.append(processes.enter_context(closing(process)))
+            for process in self._ranks:
+                process.ready()
             findings = super().measure(steps)
-            notes = list(self._ranks.first.notes())
+        notes = [f"{what}: {told}." for what, told in self._ranks[0].about.items()]
         return replace(findings, error_gates=list(self._gates.values()), notes=notes)
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
-        found = self._ranks.measure(self.of_arm(variant), dict(point.values))
+        asked = {"variant": self.of_arm(variant), **point.values}
+        found = ask_all(self._ranks, "measure", "measure", [asked] * len(self._ranks))[0]
         error = found.pop(ERROR)
         assert error is not None
         if variant != self.aa:
@@ -87,77 +105,7 @@ def largest(error: float, context: ParallelContext) -> float:
     return max(number for (number,) in context.exchange([told])) / 1e9
 
 
-class _Ranks:
-    """Rank 0, and processes that do what it does: a thread ends what it waits for where one ends or takes too long."""
-
-    def __init__(self, first: Rank, others: Mapping[BaseProcess, Connection]) -> None:
-        self.first, self._others = first, others
-        self.ended = threading.Event()  # nothing is measured any more
-        self._since: float | None = None  # of a measurement
-        self._why = ""
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def measure(self, variant: str, setting: Mapping[str, Any]) -> dict[str, float | None]:
-        """Raises RuntimeError where a rank is lost."""
-        self._since = time.monotonic()
-        try:
-            for connection in self._others.values():
-                connection.send((variant, setting))
-            found = dict(self.first.measure(variant, **setting))
-        except Exception as error:
-            for process in self._others:  # a rank's end is seen a moment after what it breaks
-                process.join(LOOK_S)
-            if why := self._why or self._lost():
-                raise RuntimeError(why) from error
-            raise
-        finally:
-            self._since = None
-        if self._why:  # what was measured is nothing
-            raise RuntimeError(self._why)
-        return found
-
-    def _watch(self) -> None:
-        while not self._why and not self.ended.wait(LOOK_S):
-            if (since := self._since) is not None:
-                late = time.monotonic() - since > LIMIT_S
-                self._why = self._lost() or (f"ranks did not measure within {LIMIT_S:g} s: one hangs" if late else "")
-        if self._why:
-            for context in self.first.contexts:
-                context.abort()
-            for process in self._others:  # a CPU waits as long as they live
-                process.kill()
-
-    def _lost(self) -> str:
-        ended = ((rank, process.exitcode) for rank, process in enumerate(self._others, 1) if not process.is_alive())
-        return next((f"rank {rank} has ended with code {code}" for rank, code in ended), "")
-
-
-@contextmanager
-def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[_Ranks]:
-    """The other ranks end with it."""
-    context: Any = mp.get_context(START)
-    store, others = open_store(), dict[BaseProcess, Connection]()
-    try:
-        for rank in range(1, size):
-            own, end = context.Pipe()
-            process = context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True)
-            process.start()
-            others[process] = own
-        with torch.inference_mode():
-            ranks = _Ranks(make(0, store), others)
-            try:
-                yield ranks
-            finally:
-                ranks.ended.set()
-    finally:
-        for process in others:
-            process.kill()
-            process.join()
-
-
 @torch.inference_mode()
-def _follow(make: Callable[[int, Store], Rank], rank: int, port: int, told: Connection) -> None:
-    own = make(rank, join_store(port))
-    while True:
-        variant, setting = told.recv()
-        own.measure(variant, **setting)
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Rank:
+    """For a process of its own."""
+    return settings["make"](join_store(settings["port"]), config.model)

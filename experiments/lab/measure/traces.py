@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
+from typing import Any
 
 from mini_infer.core.plan import StepRecord
 from mini_infer.speculative.policy.costs import StepCosts
@@ -249,6 +250,13 @@ class ExpertRow:
     tokens: tuple[str, ...]  # whole numbers, by expert
 
 
+TOLD_SPANS = (
+    "prefill",
+    "transfer",
+    "transfer_exposed",
+    "decode_wait",
+    "first_decode_step",
+)  # where told
 _OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
 
 
@@ -266,32 +274,21 @@ def request_rows(
 ) -> list[RequestRow]:
     rows = []
     for trace in served.requests:
-        first, last = (trace.token_times[0], trace.token_times[-1]) if trace.token_times else (None, None)
-        row = RequestRow(
-            variant=variant,
-            point=point,
-            request=trace.request_id,
-            name=trace.name,
-            arrival_s=trace.arrival - served.start,
-            first_scheduled_s=_between(served.start, trace.first_scheduled),
-            first_token_s=_between(served.start, first),
-            end_s=_between(served.start, last),
-            prompt_tokens=trace.prompt_tokens,
-            output_tokens=len(trace.token_times),
-            cached_tokens=trace.cached_tokens,
-            preemptions=trace.preemptions,
-            repeat=repeat,
-            queue_s=_between(trace.arrival, trace.first_scheduled),
-            prefill_s=trace.spans.get("prefill", _between(trace.first_scheduled, first)),
-            transfer_s=trace.spans.get("transfer"),
-            decode_s=_between(first, last),
-            transfer_exposed_s=trace.spans.get("transfer_exposed"),
-            decode_wait_s=trace.spans.get("decode_wait"),
-            first_decode_step_s=trace.spans.get("first_decode_step"),
-            attempt=attempt,
-            valid=valid,
-        )
-        rows.append(row)
+        scheduled, times = trace.first_scheduled, trace.token_times
+        first, last = (times[0], times[-1]) if times else (None, None)
+        own: dict[str, Any] = {
+            "arrival_s": trace.arrival - served.start,
+            "first_scheduled_s": _between(served.start, scheduled),
+            "first_token_s": _between(served.start, first),
+            "end_s": _between(served.start, last),
+            "output_tokens": len(trace.token_times),
+            "queue_s": _between(trace.arrival, scheduled),
+            "prefill_s": _between(scheduled, first),
+            "decode_s": _between(first, last),
+            **{name: getattr(trace, name) for name in ("name", "prompt_tokens", "cached_tokens", "preemptions")},
+            **{f"{name}_s": trace.spans[name] for name in TOLD_SPANS if name in trace.spans},
+        }
+        rows.append(RequestRow(variant, point, trace.request_id, **own, repeat=repeat, attempt=attempt, valid=valid))
     return rows
 
 

@@ -1,9 +1,7 @@
 """Other systems that serve the same workload, timed with the same definitions.
 
     hf.py, hf_continuous.py, vllm.py   one a system, each with open_peer(config, settings)
-    worker.py                          runs one of them in a process of its own
-    process.py                         that process, as this one sees it
-    replicas.py                        several of them side by side, each on GPUs of its own
+    process.py                         a process of its own for one of them, as this one sees it, and what runs there
     pool.py                            which of them live, and whether the GPU has room
 
 On a GPU every peer has a process of its own, in which nothing that it keeps is in another's way.

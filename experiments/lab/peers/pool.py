@@ -21,11 +21,9 @@ import torch
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
-from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.kinds import Kind, LivingPeer, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace
 from mini_infer.core.errors import MiniInferError
@@ -50,10 +48,7 @@ class Lease:
         """Raises NoProfile, as subjects.profile_decode does, and PeerError."""
         assert isinstance(self.process, PeerProcess)
         prompts = [list(item.prompt) for item in items]
-        found: tuple[StepProfile, list[KernelRow]] = self.process.call(
-            "be profiled", "profile", prompts=prompts, variant=variant, point=point
-        )
-        return found
+        return self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
 
 
 class Peers:
@@ -117,6 +112,8 @@ class Peers:
         require_device(kind, config.model.device)
         if kind in self._absent:
             raise PeerAbsent(self._absent[kind])
+        if kind.can.over_http:
+            over_http.require_client()
         config = settled(config)
         key = _key(kind, config)
         process, begun = self._processes.get(key), self._begun.pop(key, None)
@@ -129,10 +126,9 @@ class Peers:
                 self._make_room(config, device)
             free = _free(device)
             try:
-                if kind.can.over_http:
-                    process = over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
-                else:
-                    process = begun or self._process(kind, config, wait=True)
+                own = None if kind.can.elsewhere else begun or self._process(kind, config, wait=True)
+                process = over_http.open_subject(kind, self._settings, own) if kind.can.over_http else own
+                assert process is not None
             except PeerAbsent as error:
                 self._absent[kind] = str(error)
                 raise
@@ -141,10 +137,7 @@ class Peers:
         return Lease(process, partial(self._leased.discard, key))
 
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
-        threads = torch.get_num_threads()
-        if kind.can.over_http:
-            return over_http.start(kind, config, self._settings, threads, wait)
-        settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
+        settings, threads = self._settings.of(kind), torch.get_num_threads()
         return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
 
     def _make_room(self, config: EngineConfig, device: str) -> None:
@@ -182,8 +175,9 @@ def require_device(kind: Kind, device: Device) -> None:
 
 
 def _has_own_process(kind: Kind, device: str) -> bool:
-    """On a CPU a process more would cost transformers the time of its imports and nothing else."""
-    return kind.can.always_apart or (bool(kind.can.module) and device == CUDA)
+    """What can run in this one does so on a CPU: another would cost transformers the time of its imports."""
+    can = kind.can
+    return can.over_http or can.client_of is not None or can.needs_gpu or (bool(can.module) and device == CUDA)
 
 
 def _key(kind: Kind, config: EngineConfig) -> str:

@@ -1,25 +1,39 @@
-"""A peer's own process, as the lab sees it: started, asked, and killed."""
+"""A peer's own process, as the lab sees it: started, asked, and killed; and what runs there,
+`python -m experiments.lab.peers.process <module with open_peer> <descriptor>`.
+
+Over the descriptor's pipe come (method, arguments), `open_peer` first, and the answer to each goes back, what the
+method returned or an exception. The end of the pipe, whatever has ended the parent, kills the process and all that it
+has started: a peer has nothing to save, and the GPU is free.
+
+Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for all processes of a machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.kinds import PeerAbsent, PeerError, ProcessSettings
 from experiments.lab.measure.profile import NoProfile
+from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.settings import ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -57,7 +71,7 @@ class PeerProcess:
         }
         self._pipe, theirs = Pipe()
         python = settings.python or sys.executable
-        command = [python, "-m", "experiments.lab.peers.worker", module, f"{theirs.fileno()}"]
+        command = [python, "-m", "experiments.lab.peers.process", module, f"{theirs.fileno()}"]
         with self._log.open("wb") as log, theirs:
             try:
                 self._process = subprocess.Popen(
@@ -76,8 +90,7 @@ class PeerProcess:
         self.about: Mapping[str, Any] = self.receive("start")
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        found: Served = self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
-        return found
+        return self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
 
     def forget(self) -> None:
         self.call("forget its prefix cache", "forget")
@@ -109,7 +122,7 @@ class PeerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, method: str, **arguments: Any) -> None:
-        """Asks, and `receive` has the answer: so several can be asked at a time."""
+        """Asks, and `receive` has the answer."""
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
                 self._pipe.send((method, arguments))
@@ -117,11 +130,11 @@ class PeerProcess:
             self.close()
             raise
 
-    def receive(self, what: str) -> Any:
+    def receive(self, what: str, waited: bool = False) -> Any:
         reply: Any = PeerError(f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)")
         try:
             try:
-                if self._pipe.poll(self._timeout_s):
+                if self._pipe.poll(0 if waited else self._timeout_s):
                     reply = self._pipe.recv()
             except (EOFError, ConnectionError):
                 reply = PeerError(f"its process ended with code {self._process.wait()}")
@@ -139,6 +152,29 @@ class PeerProcess:
         return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
 
 
+def ask_all(
+    processes: Sequence[PeerProcess], what: str, method: str, arguments: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """What a method returns in each of several processes, which are asked at a time. What ends it early in one, Ctrl-C
+    included, ends them all. Raises as `receive` does, of the process that failed first."""
+    try:
+        for process, given in zip(processes, arguments, strict=True):
+            process.send(method, **given)
+        asked: dict[Any, PeerProcess] = {process._pipe: process for process in processes}
+        found: dict[PeerProcess, Any] = {}
+        while len(found) < len(processes):
+            told = wait(asked, processes[0]._timeout_s) or list(asked)
+            # One that has ended goes first: what others say follows from it.
+            for process in sorted(map(asked.__getitem__, told), key=lambda process: process._process.poll() is None):
+                del asked[process._pipe]
+                found[process] = process.receive(what, waited=True)
+        return [found[process] for process in processes]
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+
+
 def _runs(group: int) -> bool:
     """Whether a process of the group still holds on to anything; told by /proc, where there is one."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -147,3 +183,45 @@ def _runs(group: int) -> bool:
             if int(its_group) == group and state not in "ZX":
                 return True
     return False
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of the pipe when this process ends
+    inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
+    peer: Any = None
+    while True:
+        method, arguments = inbox.get()
+        try:
+            found: Any
+            if method == "open_peer":
+                peer = importlib.import_module(sys.argv[1]).open_peer(**arguments)
+                gc.collect()
+                gc.freeze()  # the collector never looks at what start-up has made; the engine is measured so, too
+                found = dict(peer.about)
+            elif method == "serve":
+                gc.collect()
+                found = from_outside(peer.serve, **arguments)
+            else:
+                found = getattr(peer, method)(**arguments)
+        except (PeerAbsent, ConfigError, NoProfile) as error:
+            found = error
+        except Exception as error:
+            traceback.print_exc()
+            found = PeerError(f"{type(error).__name__}: {error}")
+        connection.send(found)
+
+
+def _listen(connection: Connection, inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(connection.recv())
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

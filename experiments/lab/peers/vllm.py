@@ -22,10 +22,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.kinds import PeerAbsent
 from experiments.lab.measure.profile import CALM, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
 from mini_infer.calibration.compressed import quantization_config
 from mini_infer.calibration.recipe import Method, Recipe

@@ -127,13 +127,14 @@ class Ledger:
             stages=cell.engine.parallel.pipeline,
         )
         problem = validity.problem(evidence)
-        found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, served, problem))
+        rows, left_out = cells.rows(cell, repeat, terms.metrics, against, served, problem)
+        found.rows.extend(rows)
         attempt = self._tried[cell.key, repeat]
         self._tried[cell.key, repeat] += 1
         found.requests.extend(traces.request_rows(*cell.key, repeat, served, attempt=attempt, valid=not problem))
         found.gaps.extend([] if problem else traces.gap_rows(*cell.key, repeat, served))
         found.experts.extend([] if problem or repeat else traces.expert_rows(*cell.key, served))
-        found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
+        found.notes.extend(f"{label}: {reason}." for reason in left_out)
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
         if remark := validity.few_hits(served, caches):

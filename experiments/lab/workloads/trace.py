@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
-from experiments.lab.check import Count, FromOne, Natural, Positive
+from experiments.lab.spec import Count, FromOne, Natural, Positive
 from experiments.lab.workloads import trace_file
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
-from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
+from experiments.lab.workloads.random import RandomTokens
 from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile
 from mini_infer.core.errors import ConfigError
 
 # A hole is a pause of so many times the mean of all but the few longest, of enough; real traces have up to 50 times it.
 # The median would not do, where whole batches of requests have one time.
 HOLE, FEW, ENOUGH = 100, 3, 20
+SMALLEST_BLOCK = 4  # tokens: enough ids of any vocabulary for the blocks of a trace to stay different
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,58 @@ class Trace(Arriving):
             "recorded_prompt_tokens": sum(record.prompt_tokens for record in records),
             "recorded_output_tokens": sum(record.output_tokens for record in records),
         }
+
+
+class HashBlocks:
+    """Prompts made from block ids: the same id gives the same tokens, so that prompts share what they shared.
+
+    Shrinking divides every position by one factor. A block of 512 tokens then covers the same shrunk positions in every
+    prompt, and a shared beginning keeps its share of the prompt:
+
+        shrink = 4    [    id 7, 128 tokens    |    id 9, 128    |  id 12, 37 of 128 ]
+                      [    id 7, 128 tokens    |    id 9, 128    |  id 31, 128   | ...
+                       <--------- shared, 256 of 293 --------->
+    """
+
+    def __init__(self, tokens: RandomTokens, shrink: float) -> None:
+        self._tokens = tokens
+        self._shrink = shrink
+        self._block_tokens: dict[int, tuple[int, ...]] = {}
+        # Prompts so far, as a tree: (parent, id) -> node, and how many tokens of a node's block some prompt had.
+        self._nodes: dict[tuple[int | None, int], int] = {}
+        self._had: list[int] = []
+
+    def prompt(self, ids: Sequence[int], length: int) -> tuple[tuple[int, ...], int]:
+        """The prompt of `length` shrunk tokens, and how many of them, from the start on, an earlier prompt had too."""
+        prompt: list[int] = []
+        shared, sharing = 0, True
+        parent: int | None = None
+        for index, block_id in enumerate(ids):
+            start, end = shrunk(index * HASH_BLOCK, self._shrink), shrunk((index + 1) * HASH_BLOCK, self._shrink)
+            taken = min(end, length) - start
+            if taken <= 0:
+                break
+            prompt += self._tokens_of(block_id)[:taken]
+            node = self._nodes.setdefault((parent, block_id), len(self._had))
+            if node == len(self._had):
+                self._had.append(0)
+            if sharing:
+                common = min(taken, self._had[node])
+                shared += common
+                sharing = common == end - start
+            self._had[node] = max(self._had[node], taken)
+            parent = node
+        return tuple(prompt), shared
+
+    def _tokens_of(self, block_id: int) -> tuple[int, ...]:
+        if block_id not in self._block_tokens:
+            # Rounding makes some shrunk blocks a token longer: what tells blocks apart stands in the part that all
+            # of them have.
+            surely = shrunk(HASH_BLOCK, self._shrink)
+            self._block_tokens[block_id] = self._tokens.draw(surely) + self._tokens.any(2)
+        return self._block_tokens[block_id]
+
+
+def shrunk(tokens: int, shrink: float) -> int:
+    """Where position `tokens` of a recorded prompt comes to lie. The order of positions stays."""
+    return int(tokens / shrink)

@@ -59,22 +59,15 @@ class TraceFile:
     lines: tuple[int, ...]  # of the file, that they stand on, from 1 on
 
 
-def require(path: str) -> Path:
-    """Raises ConfigError where none is named, or there is none."""
-    if not path:
-        raise ConfigError(f"workload.path is empty: name a trace file, workload.path=<file>. {WHERE}")
-    file = Path(path).expanduser()
-    if not file.exists():
-        raise ConfigError(f"workload.path={path} cannot be read: No such file or directory. {WHERE}")
-    return file
-
-
 def read(path: str) -> TraceFile:
-    """Raises ConfigError where the file is missing, empty or broken; a broken line is named by its number, from 1.
+    """Raises ConfigError where no file is named, or it is missing, empty or broken; a broken line is named by its
+    number, from 1.
 
     Blank lines are passed over. A line that is earlier than the one before is refused rather than sorted: it is the
     mark of a file that was put together wrongly."""
-    file = require(path)
+    if not path:
+        raise ConfigError(f"workload.path is empty: name a trace file, workload.path=<file>. {WHERE}")
+    file = Path(path).expanduser()
     try:
         data = file.read_bytes()
         text = data.decode("utf-8-sig")
