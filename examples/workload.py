@@ -14,7 +14,7 @@ from experiments.lab.judge.metrics import Missing
 from experiments.lab.measure.subjects import drive
 from experiments.lab.workloads import Inputs, Item, Workload
 from experiments.lab.workloads.base import Vocabulary, generator
-from experiments.lab.workloads.tokens import RandomTokens
+from experiments.lab.workloads.random import RandomTokens
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.config import CacheConfig
 
