@@ -125,12 +125,13 @@ class Calibrate(Experiment):
         names = [_slug(self._name), hardware.device_key(device), *marks]
         path = self._folder / f"{'.'.join(names)}.yaml"
         known, held, fitted = costs.read(path) if path.exists() else None, "", found.costs
-        if known is not None and (known.layout, known.machine) == (layout, machine):
-            held, fitted = known.held, replace(fitted, held_block_s=known.costs.held_block_s)
-        elif known is not None:
+        if known is not None and (known.layout, known.machine) != (layout, machine):
             own = costs.differences(known.layout, layout).items()  # what is known stays
             names += [_slug(f"{name}-{value}") for name, value in own] or [_slug(machine)]
             path = self._folder / f"{'.'.join(names)}.yaml"
+            known = costs.read(path) if path.exists() else None
+        if known is not None:
+            held, fitted = known.held, replace(fitted, held_block_s=known.costs.held_block_s)
         costs.save(
             path,
             CostFile(

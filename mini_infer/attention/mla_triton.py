@@ -17,7 +17,7 @@ from mini_infer.kernels.ops import TritonKernels
 
 class LatentTritonBackend(AttentionBackend):
     capabilities = Capabilities(prefill=LIMITS, decode=LIMITS, devices=DEVICES, sliding_window=False, graph_safe=True)
-    _few_tokens = 32  # of prompts; a program each for more keeps all SMs busy
+    _few_tokens = 32  # of prompts; more have a program each, and up to 131 leave SMs idle: splitting them was not tried
 
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)

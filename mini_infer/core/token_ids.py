@@ -9,7 +9,9 @@ from typing import Any
 
 
 def pack(token_ids: Sequence[Any]) -> array[int] | None:
-    """What `array("I", bytes)` makes again of its bytes. None where one is no integer from 0 to 2**32 - 1."""
+    """What `array("I", bytes)` makes again of its bytes. None where one is no int from 0 to 2**32 - 1; True is none."""
+    if not isinstance(token_ids, array) and not set(map(type, token_ids)) <= {int}:
+        return None
     try:
         return array("I", token_ids)
     except (TypeError, OverflowError):

@@ -35,6 +35,13 @@ def test_a_mixture_with_latents_is_calibrated_and_simulated(compose_config, tmp_
     costs.save(path, pushed)
     experiment.finish(found)
     assert costs.read(path) == pushed, "what an engine alone cannot tell is kept"
+    costs.save(path, replace(known, machine="another"))
+    experiment.finish(found)
+    (own,) = {*path.parent.iterdir()} - {path}
+    costs.save(own, pushed)
+    experiment.finish(found)
+    assert costs.read(own) == pushed, "beside those of another machine, too"
+    own.replace(path)
     setup = Simulator(experiment.chosen, experiment.threads, path.parent).setup(experiment.engine)
     assert setup.found.source.startswith(f"fitted: {path.name}")
     items = [Item(tuple(range(count, 2 * count)), 5) for count in (8, 20)]

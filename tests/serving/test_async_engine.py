@@ -106,8 +106,9 @@ def test_a_refusal_costs_nobody_else_anything(engine_process: EngineProcess) -> 
             engine.submit(PROMPT, SamplingParams(max_tokens=2**64))
         with pytest.raises(RequestError, match="priority must be an integer"):
             await whole(engine.submit(PROMPT, SHORT, priority=0.5))  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="prompt token 1 is"):
-            await whole(engine.submit([1, "x"], SHORT))  # type: ignore[list-item]
+        for no_token in ("x", True):  # which would pass for 1 once it is packed
+            with pytest.raises(RequestError, match=f"prompt token 1 is {no_token!r}"):
+                await whole(engine.submit([1, no_token], SHORT))  # type: ignore[list-item]
         ((delta),) = await whole(good)
         assert len(delta.token_ids) == 8
         await idle(engine)

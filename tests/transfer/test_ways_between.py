@@ -17,7 +17,7 @@ from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import RequestOutput
 from mini_infer.runtime.scheduler.prefix_loads import LoadCosts
-from mini_infer.transfer.protocol import Ask, Blocks
+from mini_infer.transfer.protocol import Ask, Blocks, End
 
 WAYS = {"memory": ("memory", ""), "stream": ("stream", ""), "tcp": ("stream", "tcp://127.0.0.1")}
 MakeLinked = Callable[..., Linked]
@@ -163,6 +163,25 @@ def test_a_chunk_is_on_its_way_before_the_next_one_is_computed(way: str) -> None
         pair.step_prefill()
     assert gone == blocks
     pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"), [(b"abc", "multiple of item size"), (b"", "empty"), (b"\xff" * 4, "has id")]
+)
+def test_bytes_that_are_no_prompt_are_answered_with_why(said: bytes, reason: str) -> None:
+    pair = Pair(replace(DRY, parallel={"connector": "stream", "hand_over": "always"}))
+    pair.receiver.start([Ask(7, PREFILL, [1], "", 0, 0, [3])], [])
+    (wire,) = pair.wires
+    hello, (ask, _) = wire.there.popleft(), wire.there.popleft()
+    wire.there.extend([hello, (ask._replace(token_ids=said), bytearray())])  # type: ignore[call-arg]
+    pair.deliver(wire, back=False)
+    pair.deliver(wire, back=False)
+    pair.step_prefill()
+    ((end, _),) = wire.back
+    assert isinstance(end, End)
+    assert reason in end.reason
+    pair.settle()
+    pair.check_empty()
 
 
 def test_what_a_tier_of_the_decoding_engine_has_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ A pair is a token and one of its k experts: pair p is token p // k. Few tokens a
             --> gate, up, SiLU-mul: h [T k, I] in that order --> down: y [T k, H] by pairs --> combine --> [T, H]
 
             A program owns a tile: some outputs of some pairs of one expert. So an expert's weights are read once for
-            a tile of tokens, and the tensor cores take them. Where tiles are tall, descriptors (TMA) bring the weights.
+            a tile of tokens, and the tensor cores take them. Where tiles are tall, descriptors (TMA) bring weights that
+            are not quantized.
 
 In both the host knows the number of pairs and nothing of where they go: a CUDA graph has them all. Nothing is added up
 by atomics, and a token's pairs are added in their order, so that equal inputs give equal bits. In the second way a sum
@@ -49,7 +50,7 @@ from mini_infer.quantization.formats import ActivationFormat, Number, Quantized,
 from mini_infer.quantization.weight import QuantizedWeight
 
 # Above, some experts would be read twice: of 128 with 8 a token, 8 tokens choose 64 times some 52. There, on an H200,
-# they take 132 us this way and 120 the other; 4 tokens take 69 and 73 (reports/moe_layer.md).
+# they take 132 us this way and 119 the other; 4 tokens take 69 and 74 (reports/moe_layer.md).
 FEW_TOKENS = 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,7 +75,7 @@ def _checked(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
     # At C speed for the usual case; the slow search only to name the culprit.
-    packed = pack(token_ids) if isinstance(token_ids, array) or set(map(type, token_ids)) == {int} else None
+    packed = pack(token_ids)
     if packed is not None and np.asarray(packed).max() < vocab_size:
         return list(token_ids)
     for index, token in enumerate(token_ids):
