@@ -30,12 +30,11 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytearray) -> Message:
     """Raises ValueError where it is no message."""
-    found = msgspec.msgpack.decode(data)
     try:
-        kind, *fields = found
-        message: Message = _KINDS[kind](*fields)
+        kind, *fields = msgspec.msgpack.decode(data)
+        message: Message = msgspec.convert(fields, _KINDS[kind], builtin_types=(bytes,))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no message: {found}") from error
+        raise ValueError(f"no message: {error!r}") from error
     return message
 
 

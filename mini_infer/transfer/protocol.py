@@ -53,13 +53,13 @@ class Ask(NamedTuple):
     """A prompt to compute for whoever says this.
 
     at: the address of whoever is asked.
-    token_ids: where they are said to another process, their bytes (core/token_ids.py).
+    token_ids: as they are said to another process, their bytes (core/token_ids.py).
     first, blocks: where its KV goes: the asker's blocks of table indices from `first` on.
     """
 
     transfer_id: int
     at: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | bytes
     cache_salt: str
     priority: int
     first: int

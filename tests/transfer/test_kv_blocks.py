@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mini_infer.core.request import Export, Handover
 from mini_infer.transfer import address, memory, receiver
 from mini_infer.transfer import nixl as nixl_module
 from mini_infer.transfer.address import Door, reach
-from mini_infer.transfer.link import Link
+from mini_infer.transfer.link import Link, decode
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
 from mini_infer.transfer.nixl import Agent
 from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
@@ -348,6 +349,16 @@ def test_a_link_carries_messages_and_bytes_until_one_side_is_gone() -> None:
     one.send(Cancel(3))  # which nobody hears
     assert one.ended
     assert other.ended
+
+
+NO_MESSAGES = [["Ask", 1, "at", "text", "", 0, 0, [3]], ["Blocks", 1, 2, ["x"]], ["Cancel"], ["Nothing"], [[]], 7]
+
+
+@pytest.mark.parametrize("said", NO_MESSAGES, ids=str)
+def test_what_is_no_message_ends_a_link_alone(said: Any) -> None:
+    """And no thread of an engine, which would meet it first where it uses it."""
+    with pytest.raises(ValueError, match=r"."):
+        decode(bytearray(msgspec.msgpack.encode(said)))
 
 
 @pytest.mark.parametrize("where", ["tcp://127.0.0.1", "tcp://::1", "tcp://[::1]", "tcp://localhost", "socket"])
