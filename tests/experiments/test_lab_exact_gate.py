@@ -97,6 +97,14 @@ def test_a_mixture_without_faults_passes(gate: ExactGate, monkeypatch: pytest.Mo
     assert "trained weights of tiny-moe" in found.against
 
 
+def test_what_is_cached_is_rounded_for_a_request_alone_too() -> None:
+    """Else a cache in fewer bits would be held against a whole one."""
+    for dtype in ("auto", "fp8"):
+        config = EngineConfig.from_dict({"model": {"path": "tiny-moe"}, "cache": {"dtype": dtype, "block_size": 32}})
+        alone = exact_gate.plain(config).cache
+        assert (alone.dtype, alone.block_size) == (config.cache.dtype, 16)
+
+
 def test_adapters_of_folders_have_random_ones_in_their_place() -> None:
     lora = LoraConfig(max_adapters=2, adapters={"mine": "of another model"}, dummy=1)
     asked = replace(config("as it is", "cpu"), lora=lora)

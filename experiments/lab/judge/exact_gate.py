@@ -114,9 +114,10 @@ def plain(config: EngineConfig) -> EngineConfig:
     """The same model and numbers with every mechanism off, in one process."""
     longest = config.model.max_model_len or logit_gate.LENGTH
     alone = {"max_num_seqs": 1, "max_num_batched_tokens": longest, "chunked_prefill": False, "overlap": "never"}
-    memory = {"block_size": 16, "num_blocks": -(-longest // 16) + 1, "prefix_caching": False}
+    own = config.to_dict()
+    numbers = {"dtype": own["cache"]["dtype"], "block_size": 16, "num_blocks": -(-longest // 16) + 1}
     off = {"graphs": {"capture": "never"}, "speculation": {}, "parallel": {}}
-    return EngineConfig.from_dict({**config.to_dict(), "scheduler": alone, "cache": memory, **off})
+    return EngineConfig.from_dict({**own, "scheduler": alone, "cache": {**numbers, "prefix_caching": False}, **off})
 
 
 def probes(whole: bool = False) -> list[Question]:
