@@ -162,9 +162,9 @@ def expert_results(
     (tokens, chosen), size = ids.shape, x.shape[1]
     pairs, count, options = tokens * chosen, len(down.codes), launch_options(x.device)
     plain = gate_up.form is down.form is None and weights.chunks == 1 and size % 8 == down.codes.shape[2] % 8 == 0
-    if tiles is None:
-        tiles = tiles_for(pairs, count, x.element_size())
-        tiles = tiles[0], TALL_DOWN if plain and tiles[0].rows >= TALL else tiles[1]
+    usual = tiles_for(pairs, count, x.element_size())
+    tall = plain and (tiles or usual)[0].rows >= TALL
+    tiles = tiles or (usual[0], TALL_DOWN if tall else usual[1])
     if weights.chunks > 1:  # room in registers for the sums of branches that wait: four accumulators at most
         tiles = tiles[0], tiles[1]._replace(outs=64)
     rows = tiles[0].rows
@@ -185,7 +185,7 @@ def expert_results(
         block_k = weight.block_k(tile.k if chunks == 1 else _within(in_size // chunks, tile.k))
         sizes = gated, chosen, out_size, in_size, chunks, weight.form, rows, tile.outs, block_k
         kernel, inputs = grouped_kernel, (source, weight[:3])
-        if plain and rows >= TALL:
+        if tall:
             some = [source if gated else TensorDescriptor.from_tensor(source, [r, block_k]) for r in (rows, rows // 2)]
             outs = tile.outs // 2 if gated else tile.outs
             kernel = tall_kernel
