@@ -13,6 +13,7 @@ There is no index beside the files that could disagree with them: whether a bloc
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,10 +81,11 @@ class BlockFiles:
                 raise PermissionError("it may not be written to")
             files = self._look()
             self.max_bytes = (free + self._bytes * ranks) // 2 // ranks if max_bytes is None else max_bytes // ranks
-            if self.max_bytes < self._file_bytes:
+            if self.max_bytes - self.max_bytes // _LOOKS < self._file_bytes:  # room would be made for the first already
                 raise ConfigError(
                     f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
-                    "bytes. Raise cache.disk_prefix_gib, or free some of the disk"
+                    f"bytes and its header, with a {_LOOKS}th kept free. Raise cache.disk_prefix_gib, or "
+                    "free some of the disk"
                 )
             self._make_room(files)
         except OSError as error:
@@ -111,9 +114,7 @@ class BlockFiles:
             return False
         unfinished = f"{path}.{os.getpid()}-{threading.get_ident()}{_PART}"
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(unfinished, "wb") as file:
-                file.writelines([self._header(block_hash, parts), *parts])
+            self._fill(unfinished, [self._header(block_hash, parts), *parts])
             os.rename(unfinished, path)
             with self._lock:
                 self._written += self._file_bytes
@@ -129,14 +130,18 @@ class BlockFiles:
 
     def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
         """Whether `parts` hold the block now. If not, whatever is in them is nobody's, and there is no such file."""
-        path = _file(self.folder, block_hash)
+        path, header = _file(self.folder, block_hash), memoryview(bytearray(_HEADER.size))
         try:
-            with open(path, "rb", buffering=0) as file:
-                header = file.read(_HEADER.size)
-                whole = os.fstat(file.fileno()).st_size == self._file_bytes and all(_fill(file, part) for part in parts)
-            if whole and header == self._header(block_hash, parts):
-                os.utime(path)  # used just now
-                return True
+            file = os.open(path, os.O_RDONLY)
+            try:
+                about = os.fstat(file)
+                whole = about.st_size == self._file_bytes == _move(os.readv, file, [header, *parts])
+                if whole and header == self._header(block_hash, parts):
+                    if abs(time.time() - about.st_mtime) > _TOUCH_S:
+                        os.utime(file)  # used just now
+                    return True
+            finally:
+                os.close(file)
         except FileNotFoundError:  # others have made room
             return False
         except OSError as error:
@@ -160,6 +165,20 @@ class BlockFiles:
             for folder in (str(self.folder), *self.beside):
                 with contextlib.suppress(OSError):  # it is not written yet, or others have made room
                     os.utime(_file(folder, block_hash))
+
+    def _fill(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Makes a file, and its folder where there is none yet."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            file = os.open(path, flags, 0o666)
+        try:
+            if _move(os.writev, file, parts) < self._file_bytes:
+                raise OSError(errno.EIO, "a file could be written only in part", path)
+        finally:
+            os.close(file)
 
     def _header(self, block_hash: bytes, parts: Iterable[memoryview]) -> bytes:
         return _HEADER.pack(_MAGIC, self._identity, block_hash, self._file_bytes, checksum(parts))
@@ -207,14 +226,17 @@ def _file(folder: Path | str, block_hash: bytes) -> str:
     return f"{folder}/{name[:2]}/{name}"
 
 
-def _fill(file: object, part: memoryview) -> bool:
-    """Reads on until `part` is full; False where the file ends before."""
-    while len(part):
-        count = file.readinto(part)  # type: ignore[attr-defined]
-        if not count:
-            return False
-        part = part[count:]
-    return True
+def _move(verb: Callable[[int, list[Any]], int], file: int, parts: Sequence[bytes | memoryview]) -> int:
+    """Bytes that `os.readv` or `os.writev` moves: of all parts, or as far as the file goes. As a rule that is one call:
+    each one gives Python's lock away, and threads beside each other wait longer to have it back than they keep it."""
+    rest, moved = [memoryview(part) for part in parts], 0
+    while rest and (count := verb(file, rest)):
+        moved += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][count:]
+    return moved
 
 
 def open_block_files(

@@ -19,9 +19,7 @@ from mini_infer.core.plan import Transfer
 from mini_infer.core.request import Request
 
 SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
-# Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
-# given to others. So it is no more than an eighth of host memory either.
-WRITTEN_AT_ONCE = 256
+WRITTEN_AT_ONCE = 0.5  # of host memory, at most: until they are written these blocks cannot be given to others
 
 
 class PrefixFiles(Protocol):
@@ -141,7 +139,7 @@ class PrefixTiers:
         if self._files is None or self.writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
-        most = max(1, min(WRITTEN_AT_ONCE, self._host.num_blocks // 8))
+        most = max(1, int(WRITTEN_AT_ONCE * self._host.num_blocks))
         while self._unwritten and len(files) < most:
             block_hash = next(iter(self._unwritten))
             del self._unwritten[block_hash]

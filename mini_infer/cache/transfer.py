@@ -20,10 +20,11 @@ from mini_infer.core.plan import Transfer
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
 _KEPT = 64  # transfers of which it is known what files failed to give, or take
-# Threads. Somebody waits for reading. Writing takes turns with the step loop, which needs cores, too; but what is not
-# written soon host memory may give up before.
-_READERS, _WRITERS = 16, max(2, min(8, (os.cpu_count() or 1) // 4))
-_PIECE = 8  # blocks that are read before they go on to the device
+# Threads. They copy to and from the operating system's memory, which takes a core for each, and some wait for a disk;
+# the step loop needs cores, too.
+_CORES = len(os.sched_getaffinity(0))
+_READERS, _WRITERS = max(4, min(16, _CORES // 2)), max(2, min(8, _CORES // 2))
+_PIECE = 8  # blocks at least that are read before they go on to the device; of many, half a reader's share
 
 
 class AtOnce:
@@ -102,7 +103,12 @@ class KVTransfer:
             ) from error
         self._num_staged = min(max(1, _STAGED_BYTES // block_bytes), num_host_blocks)
         self._parts = [
-            _Part(blocks, blocks.new_empty((self._num_staged, *blocks.shape[1:])), chunks)
+            _Part(
+                blocks,
+                blocks.new_empty((self._num_staged, *blocks.shape[1:])),
+                chunks,
+                [chunk.numpy().data.cast("B") for chunk in chunks],
+            )
             for blocks, chunks in zip(all_blocks, host, strict=True)
         ]
         # Of a transfer's blocks on the device: its targets are distinct. They have memory of their own, because what is
@@ -132,7 +138,8 @@ class KVTransfer:
         if transfer.to_host:
             threads, shares = self._writers, [files[first::_WRITERS] for first in range(min(_WRITERS, len(files)))]
         else:
-            threads, shares = self._readers, [files[first : first + _PIECE] for first in range(0, len(files), _PIECE)]
+            size = max(_PIECE, len(files) // (2 * _READERS))
+            threads, shares = self._readers, [files[first : first + size] for first in range(0, len(files), size)]
         targets = dict(transfer.pairs)
         pairs = [[(block, targets.pop(block)) for block, _ in share if block in targets] for share in shares]
         if targets:  # these are in host memory
@@ -201,7 +208,7 @@ class KVTransfer:
 
     def _host_bytes(self, block: int) -> list[memoryview]:
         """A block in host memory."""
-        return [part.on_host(block).numpy().data.cast("B") for part in self._parts]
+        return [part.bytes_on_host(block) for part in self._parts]
 
     def _copy(self, transfer: Transfer) -> None:
         # (host block, device block), so ordered that copies are few: what order they come in makes no difference.
@@ -232,11 +239,12 @@ class _Part(NamedTuple):
     blocks: Tensor  # [num_blocks, N, W], not contiguous
     staged: Tensor  # [n, N, W] on the device
     chunks: list[Tensor]  # host memory in pieces of equal length, but for the last: [m, N, W] each
+    views: list[memoryview]  # their bytes
 
-    def on_host(self, block: int) -> Tensor:
-        """[N, W]"""
+    def bytes_on_host(self, block: int) -> memoryview:
         size = len(self.chunks[0])
-        return self.chunks[block // size][block % size]
+        width = len(self.views[0]) // size
+        return self.views[block // size][block % size * width :][:width]
 
     def to_host(self, host: Sequence[int], index: Tensor) -> None:
         """Block index[i] of the device to host[i]; host is ascending."""

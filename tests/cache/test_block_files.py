@@ -11,7 +11,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,34 @@ def test_nothing_of_another_model_is_seen_even_where_somebody_has_moved_it(files
     path_of(files, 1).rename(path_of(other, 1))
     assert read(other, 1) is None
     assert name(1) not in other, "it is deleted"
+
+
+def test_a_file_system_may_give_and_take_less_than_it_is_asked(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def a_little(verb: Callable[[int, Any], int]) -> Callable[[int, Sequence[memoryview]], int]:
+        return lambda file, parts: verb(file, [parts[0][:77]])
+
+    monkeypatch.setattr(os, "readv", a_little(os.readv))
+    monkeypatch.setattr(os, "writev", a_little(os.writev))
+    assert files.write(name(1), content(1))
+    assert read(files, 1) == [bytes(part) for part in content(1)]
+    monkeypatch.setattr(os, "writev", lambda file, parts: 0)
+    assert not files.write(name(2), content(2))
+    assert "only in part" in caplog.text
+    assert not list(files.folder.rglob("*.part"))
+
+
+def test_a_file_that_is_read_again_and_again_is_touched_once(files: BlockFiles) -> None:
+    files.write(name(1), content(1))
+    moments = []
+    for age in (0, 10, 100):
+        used = int(time.time()) - age
+        os.utime(path_of(files, 1), (used, used))
+        assert read(files, 1) is not None
+        moments.append(path_of(files, 1).stat().st_mtime - used)
+    assert moments[:2] == [0, 0]
+    assert moments[2] > 90
 
 
 @pytest.mark.parametrize("harm", ["flipped bit", "cut off", "longer", "empty", "another block's", "header"])
@@ -190,13 +220,13 @@ def test_leftovers_of_the_killed_are_removed_when_they_are_old(files: BlockFiles
     assert [leftover.exists() for leftover in leftovers] == [False, True]
 
 
-@pytest.mark.parametrize("way", ["a file", "too small"])
+@pytest.mark.parametrize("way", ["a file", "too small", "none would stay"])
 def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path, way: str) -> None:
     path = tmp_path / "folder"
     if way == "a file":
         path.write_text("")
     with pytest.raises(ConfigError, match=r"cache\.disk_prefix_path=.*(Name a folder|hold no KV block)"):
-        BlockFiles(str(path), "a model", SIZE, 10**6 if way == "a file" else 10)
+        BlockFiles(str(path), "a model", SIZE, {"a file": 10**6, "too small": 10, "none would stay": 1100}[way])
 
 
 WRITER = """

@@ -348,7 +348,7 @@ class TestFiles:
         check_kv(kv, [again])
 
     def test_one_transfer_to_files_at_a_time_and_of_nothing_that_is_there(self) -> None:
-        kv, files = self.pools()
+        kv, files = self.pools(num_host_blocks=3)
         kv.free(computed(kv, list(range(12))))
         saved = kv.tiers.save()
         assert saved is not None
@@ -356,7 +356,7 @@ class TestFiles:
         kv.end_transfer(saved.transfer_id)
         first = kv.tiers.write()
         assert first is not None
-        assert len(first.files) == 1, "an eighth of host memory"
+        assert len(first.files) == 1, "half of host memory"
         assert kv.usage([]).host_blocks_used == 1
         assert kv.tiers.write() is None
         kv.end_transfer(first.transfer_id)
@@ -368,6 +368,26 @@ class TestFiles:
         kv.end_transfer(second.transfer_id + 1)
         files.update(kv.tiers._unwritten)  # by somebody else
         assert kv.tiers.write() is None
+        check_kv(kv, [])
+
+    def test_what_is_being_written_stays_in_host_memory_until_then(self) -> None:
+        kv, _ = self.pools(num_host_blocks=8)
+        writes = []
+        for first in (0, 100, 200):
+            kv.free(computed(kv, [first + i for i in range(16)]))
+            saved = kv.tiers.save()
+            assert saved is not None
+            assert len(saved.pairs) == 4
+            kv.end_transfer(saved.transfer_id)
+            writes.append(kv.tiers.write())
+        assert writes[0] is not None
+        assert writes[1:] == [None, None], "one at a time"
+        assert len(writes[0].files) == 4, "all that there was"
+        assert all(kv._host.block_of(block_hash) == block for block, block_hash in writes[0].files)
+        kv.end_transfer(writes[0].transfer_id)
+        last = kv.tiers.write()
+        assert last is not None
+        assert len(last.files) == 4, "the second four have given way to the third"
         check_kv(kv, [])
 
     def test_where_host_memory_is_taken_what_needs_none_is_loaded(self) -> None:
