@@ -81,11 +81,12 @@ class BlockFiles:
                 raise PermissionError("it may not be written to")
             files = self._look()
             self.max_bytes = (free + self._bytes * ranks) // 2 // ranks if max_bytes is None else max_bytes // ranks
-            if self.max_bytes - self.max_bytes // _LOOKS < self._file_bytes:  # room would be made for the first already
+            self._low_bytes = self.max_bytes - 2 * self.max_bytes // _LOOKS  # of files when room has been made
+            if self._low_bytes < self._file_bytes:
                 raise ConfigError(
                     f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
-                    f"bytes and its header, with a {_LOOKS}th kept free. Raise cache.disk_prefix_gib, or "
-                    "free some of the disk"
+                    "bytes and its header, with an eighth kept free. Raise cache.disk_prefix_gib, or free some of "
+                    "the disk"
                 )
             self._make_room(files)
         except OSError as error:
@@ -206,7 +207,7 @@ class BlockFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self._bytes -= size
-            if self._bytes <= self.max_bytes - 2 * self.max_bytes // _LOOKS:
+            if self._bytes <= self._low_bytes:
                 return
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from mini_infer.core.request import Handover
+from mini_infer.core.trials import Trials
 
 
 class Hello(NamedTuple):
@@ -139,8 +140,8 @@ class Choice:
     """Whether a prompt is computed elsewhere. Here it holds up everybody who decodes; elsewhere it costs its own
     request the way there and back. Both times are learned from the transfers so far, as a constant and a time a
     token; the first ones are made to learn from, and those of which a line through shorter ones would say anything.
-    With each prompt that is kept the way is thought a little shorter, since whoever sends nothing does not learn that a
-    queue elsewhere is gone."""
+    Whoever sends nothing does not learn that a queue elsewhere is gone: so one in `Trials.RARELY` is sent all the
+    same."""
 
     LEARNED = 4  # transfers
     BEYOND = 2  # as long as the longest prompt that was learned from
@@ -151,6 +152,7 @@ class Choice:
         self._num_learned = self._longest = 0
         self.num_kept = 0  # prompts that were to be computed here
         self._computing, self._apart = _Line(self.MEMORY), _Line(self.MEMORY)
+        self._trials = Trials()
 
     def pays(self, tokens: int, decoding: int) -> bool:
         """
@@ -160,10 +162,8 @@ class Choice:
         """
         if self._always or self._num_learned < self.LEARNED or tokens > self.BEYOND * self._longest:
             return True
-        pays = self._apart.at(tokens) < (1 + decoding) * self._computing.at(tokens)
-        if not pays:
-            self.num_kept += 1
-            self._apart.fade()
+        pays = self._trials.pays(tokens, self._apart.at(tokens), (1 + decoding) * self._computing.at(tokens))
+        self.num_kept += not pays
         return pays
 
     def learn(self, tokens: int, handover: Handover) -> None:
@@ -171,6 +171,7 @@ class Choice:
         self._longest = max(self._longest, tokens)
         self._computing.learn(tokens, handover.computed - handover.begun)
         self._apart.learn(tokens, handover.arrived - handover.asked)
+        self._trials.took(tokens, handover.arrived - handover.asked)
 
 
 class _Line:
@@ -184,10 +185,6 @@ class _Line:
         old = self._memory
         self._n, self._x, self._y = old * self._n + 1, old * self._x + x, old * self._y + y
         self._xx, self._xy = old * self._xx + x * x, old * self._xy + x * y
-
-    def fade(self) -> None:
-        """Every y a little less."""
-        self._y, self._xy = self._memory * self._y, self._memory * self._xy
 
     def at(self, x: float) -> float:
         spread = self._n * self._xx - self._x**2

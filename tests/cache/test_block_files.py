@@ -226,7 +226,15 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path, way: str) -> N
     if way == "a file":
         path.write_text("")
     with pytest.raises(ConfigError, match=r"cache\.disk_prefix_path=.*(Name a folder|hold no KV block)"):
-        BlockFiles(str(path), "a model", SIZE, {"a file": 10**6, "too small": 10, "none would stay": 1100}[way])
+        BlockFiles(str(path), "a model", SIZE, {"a file": 10**6, "too small": 10, "none would stay": 1230}[way])
+
+
+def test_the_smallest_bound_that_is_not_refused_keeps_the_newest_block(tmp_path: Path) -> None:
+    files = BlockFiles(str(tmp_path), "a model", SIZE, 1240)
+    for number in range(5):
+        assert files.write(name(number), content(number))
+        os.utime(path_of(files, number), (number, number))
+        assert [other for other in range(5) if name(other) in files] == [number]
 
 
 WRITER = """

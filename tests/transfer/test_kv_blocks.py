@@ -504,3 +504,25 @@ def test_short_prompts_do_not_tell_what_a_long_one_costs() -> None:
     choice.learn(1500, Handover(5.0, 5.01, 5.16, 0.001, 5.18, 1))
     assert choice.pays(1500, decoding=1)
     assert not choice.pays(1, decoding=1)
+
+
+def _num_sent(choice: Choice, ratio: float, prompts: int) -> int:
+    """How many of these prompts are sent, where that takes so many times as long as computing them."""
+    sent = 0
+    for number in range(prompts):
+        tokens = 100 + 50 * (number % 7)
+        if choice.pays(tokens, decoding=0):
+            sent += 1
+            seconds = 0.002 + 1e-4 * tokens
+            choice.learn(tokens, Handover(5.0, 5.001, 5.001 + seconds, 0.0, 5.0 + ratio * seconds, 1))
+    return sent
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.2, 1.5, 2, 3, 10, 100])
+def test_few_prompts_are_sent_where_that_always_costs_more(ratio: float) -> None:
+    choice = Choice()
+    assert _num_sent(choice, ratio, 2000) <= 0.05 * 2000
+    assert _num_sent(choice, 0.5, 200 if ratio <= 10 else 2000) > 100, "a queue elsewhere has gone"
+    assert _num_sent(choice, 0.5, 100) == 100
+    _num_sent(choice, ratio, 300)  # it has come back, which takes some to learn
+    assert _num_sent(choice, ratio, 2000) <= 0.05 * 2000

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.plan import Transfer
 from mini_infer.core.request import Request
+from mini_infer.core.trials import Trials
 
 _WEIGHT = 0.25  # of the latest observation
-_FORGETS = 0.98  # a choice that is not made is observed no more: what speaks against it counts for less each time
+_FORGETS = 0.98  # what the fastest load is thought to have taken grows with each one that is slower
 
 
 @dataclass
@@ -22,6 +23,7 @@ class _Load:
 
     block_s: float | None = None
     start_s: float = 0.0  # beside what the blocks take: until a step has ended, say
+    trials: Trials = field(default_factory=Trials)
 
 
 class LoadCosts:
@@ -44,17 +46,14 @@ class LoadCosts:
         load, each = self._loads[source], seconds / blocks
         load.block_s = each if load.block_s is None else min(each, load.block_s / _FORGETS)
         load.start_s += _WEIGHT * (seconds - blocks * load.block_s - load.start_s)
+        load.trials.took(blocks, seconds)
 
     def loading_pays(self, source: Hashable, blocks: int, tokens: int) -> bool:
         """Whether these blocks, with so many tokens, are to be loaded."""
         load = self._loads[source]
         if self._token_s is None or load.block_s is None:
             return True
-        pays = load.start_s + blocks * load.block_s <= tokens * self._token_s
-        if not pays:
-            load.start_s *= _FORGETS
-            load.block_s *= _FORGETS
-        return pays
+        return load.trials.pays(blocks, load.start_s + blocks * load.block_s, tokens * self._token_s)
 
 
 class PrefixLoads:
