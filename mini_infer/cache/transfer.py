@@ -22,7 +22,7 @@ _CHUNK_BYTES = 256 * 2**20  # of host memory
 _KEPT = 64  # transfers of which it is known what files failed to give, or take
 # Threads. They copy to and from the operating system's memory, which takes a core for each, and some wait for a disk;
 # the step loop needs cores, too.
-_CORES = len(os.sched_getaffinity(0))
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _READERS, _WRITERS = max(4, min(16, _CORES // 2)), max(2, min(8, _CORES // 2))
 _PIECE = 8  # blocks at least that are read before they go on to the device; of many, half a reader's share
 
