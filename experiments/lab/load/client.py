@@ -213,7 +213,9 @@ class Clients:
 
     def serve(self, items: Sequence[Item], concurrency: int, salt: str) -> Served:
         """Raises PeerError where a process fails. A request that fails is in its trace."""
-        count = self._count(min(concurrency, len(items)))
+        # Without a setting never more than half of the CPUs, which others need.
+        in_flight, half = min(concurrency, len(items)), max(1, hardware.cores() // 2)
+        count = min(self._settings.processes or min(math.ceil(in_flight / STREAMS_EACH), half), in_flight)
         hands = [own for own in deal(items, count) if own]
         while len(self._processes) < len(hands):
             client = PeerProcess("the load client", __name__, EngineConfig(), self._settings, target=self._target)
@@ -247,11 +249,6 @@ class Clients:
     def close(self) -> None:
         while self._processes:
             self._processes.pop().close()
-
-    def _count(self, in_flight: int) -> int:
-        """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
-        most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
-        return min(self._settings.processes or most, in_flight)
 
 
 def deal(items: Sequence[Item], processes: int) -> list[list[int]]:

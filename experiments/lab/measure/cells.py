@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Lending:
     tell: Callable[[int, int], None]  # as of subjects.drive, of engines in this process
     # Of each variant, its peer's version and settings (of one whose settings differ between points, several), or what
     # its first engine turned out to be.
-    about: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    about: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     _kept: dict[str, Lent] = field(default_factory=dict)
 
     @contextmanager
@@ -95,20 +95,19 @@ class Lending:
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
             lent.subject.reserve_memory()
-        about, told = self.about.setdefault(variant, []), lent.subject.about
+        about, told = self.about.get(variant, ()), dict(lent.subject.about)
         if told and told not in about and not (about and cell.kind.can.steps):  # which takes another time to start
-            about.append(dict(told))
+            self.about[variant] = (*about, told)
         if self.keep:
             self._kept[variant] = lent
-        try:
+        with nullcontext() if self.keep else closing(lent.subject):
             yield lent
-        finally:
-            if not self.keep:
-                lent.subject.close()
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].subject.close()
+        """All that is kept, and every peer's process."""
+        with closing(self.peers):
+            while self._kept:
+                self._kept.popitem()[1].subject.close()
 
     def _open(self, kind: Kind, config: EngineConfig) -> Subject:
         if kind is Kind.simulated:
