@@ -1,6 +1,6 @@
 """Serves a mixed load for a long time and fails where memory grows, blocks are lost or an answer is wrong.
 
-python -m experiments.soak --minutes 10        # takes the extra `dev`; any further arguments are flags of mini-infer-serve
+python -m experiments.soak --minutes 10        # takes the extra `dev`; more arguments are flags of mini-infer-serve
 
 The server runs the dry model. Clients stream, wait for whole answers, leave in the middle of both, and send what is
 refused. The resident memory of the API processes and of the engine process is printed, and stored as CSV.
