@@ -123,9 +123,14 @@ class KernelSweep(Experiment):
             status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent = defaultdict[tuple[str, str], list[str]](list)
         for at in found:
-            for missing in (*at.absent.items(), *at.failed.items()):
-                absent[missing].append(at.point.name)
-        notes = [self._absence(*missing, where) for missing, where in absent.items()]
+            for variant_and_why in (*at.absent.items(), *at.failed.items()):
+                absent[variant_and_why].append(at.point.name)
+        notes = []
+        for (variant, why), missing in absent.items():
+            of = self.of_arm(variant)  # where it is absent is left out where that is everywhere that it could be
+            everywhere = [p.name for p in self.points if of in CASES[self._sweeps[p.name].case].variants]
+            where = "" if missing == everywhere else f" at {'; '.join(missing)}"
+            notes.append(f"{self.variants[variant]} is absent{where}: {why}.")
         rows = [row for at in found for of_variant in at.rows.values() for row in of_variant]
         if error is None and not any(row.valid for row in rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
@@ -178,26 +183,16 @@ class KernelSweep(Experiment):
                 with at.costing_only(variant):
                     work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
                     values = _values(time_us, work, self.spec.dtype, limits)
-                    at.rows[variant] += [
-                        Row(variant, point.name, repeat, name, values[name], metric.unit)
-                        for name, metric in self.metrics.items()
-                        if name in values
-                    ]
+                    units = {name: metric.unit for name, metric in self.metrics.items() if name in values}
+                    of = variant, point.name, repeat
+                    at.rows[variant] += [Row(*of, name, values[name], unit) for name, unit in units.items()]
         for variant, why in at.failed.items():
-            at.rows[variant] = [
-                Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
-                for name, metric in self.metrics.items()
-            ]
+            lost = [(name, 0.0, metric.unit, False, f"{ABSENT}{why}") for name, metric in self.metrics.items()]
+            at.rows[variant] = [Row(variant, point.name, 0, *each) for each in lost]
         on_gpu = device.type == "cuda"
         at.called = [v for v, timer in at.timers.items() if on_gpu and not timer.captured and v != self.aa]
         at.timers.clear()  # which hold inputs
         found.append(at)
-
-    def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
-        """In words; `at` where, which is left out where it is everywhere that the variant could be."""
-        everywhere = [p.name for p in self.points if self.of_arm(variant) in CASES[self._sweeps[p.name].case].variants]
-        where = "" if list(at) == everywhere else f" at {'; '.join(at)}"
-        return f"{self.variants[variant]} is absent{where}: {why}."
 
     def _case(self, point: Point, device: torch.device) -> Case:
         shape = {key: value for key, value in point.values.items() if key != "case"}

@@ -83,8 +83,8 @@ class OverHTTP:
 class Bench:
     """The load of `vllm bench serve` on a server that lives."""
 
-    def __init__(self, name: str, server: OverHTTP, process: PeerProcess) -> None:
-        self.name, self._server, self._process = name, server, process
+    def __init__(self, server: OverHTTP, process: PeerProcess) -> None:
+        self._server, self._process = server, process
         self.about: Mapping[str, Any] = {**server.about, **process.about}
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:

@@ -79,11 +79,8 @@ class EngineProcesses:
             begun.append((config, processes))
         for config, processes in begun:
             engine = self.run(self._serving(config, processes))
-            self._open.callback(self._end, engine)
+            self._open.callback(lambda engine: self.run(engine.close()), engine)
             self._there.append((config, engine))
-
-    def _end(self, engine: AsyncEngine) -> None:
-        self.run(engine.close())
 
     async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""

@@ -198,12 +198,3 @@ class Subject(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class LivingPeer(Subject, Protocol):
-    """One that has processes of its own, and stays for later passes."""
-
-    name: str  # for people
-
-    @property
-    def alive(self) -> bool: ...

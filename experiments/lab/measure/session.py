@@ -15,7 +15,8 @@ from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.pool import Lease, Peers
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.process import PeerProcess
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger, Terms
@@ -44,12 +45,13 @@ class Session:
 
     def __post_init__(self, terms: Terms, peer_settings: PeerSettings, simulator: Simulator) -> None:
         self.ledger, self.labels = Ledger(terms), terms.labels
-        self.lending = Lending(self.spec.keep_engines, Peers(peer_settings), simulator, self.steps.within)
+        keep = self.spec.keep_engines
+        self.lending = Lending(keep, Peers(peer_settings, keep), simulator, self.steps.within)
         self.close = self.lending.close
         self._absent: dict[str, str] = {}  # variant -> why
         devices = [cell.engine.model.device for cell in self.cells.values() if cell.kind is not Kind.simulated]
         self.watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
-        for cell in self.cells.values() if self.spec.keep_engines else ():  # which all have room side by side
+        for cell in self.cells.values() if keep else ():  # which all have room side by side
             if cell.variant not in self.left_out and cells.starts_untimed(cell):
                 self.lending.peers.begin(cell.kind, cell.engine)
 
@@ -103,7 +105,7 @@ class Session:
             try:
                 with self.lending.lend(cell) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
-                    assert isinstance(lent.subject, EngineSubject | Lease)
+                    assert isinstance(lent.subject, EngineSubject | PeerProcess)
                     found, kernels = lent.subject.profile(items, cell.variant, point.name)
             except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")

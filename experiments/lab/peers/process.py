@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.kinds import PeerAbsent, PeerError, ProcessSettings
-from experiments.lab.measure.profile import NoProfile
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
@@ -94,6 +94,11 @@ class PeerProcess:
 
     def forget(self) -> None:
         self.call("forget its prefix cache", "forget")
+
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        """Raises NoProfile, as subjects.profile_decode does."""
+        prompts = [list(item.prompt) for item in items]
+        return self.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
         """What a method of the peer returns. Raises NoProfile as it does. `what` it does is for errors."""
