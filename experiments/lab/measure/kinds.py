@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from experiments.lab.points import keys
 from experiments.lab.spec import Checked, Count, Natural, Positive
@@ -179,22 +179,21 @@ def why_lost(lost: PeerAbsent | PeerError) -> str:
     return why
 
 
-class Subject(Protocol):
+class Subject:
     """What can be measured: the engine, or a peer that serves the same requests."""
 
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what
-        it chose, fell back to, and took to start."""
-        ...
+    # A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what it
+    # chose, fell back to, and took to start.
+    about: Mapping[str, Any]
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
         flight. A token's time is when the process that asks could read it."""
-        ...
+        raise NotImplementedError
 
     def forget(self) -> None:
-        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
-        ...
+        """What comes finds nothing of what came before: no cached prefix, and no text to draft from. Of one that shares
+        nothing between requests there is nothing to forget."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what would not end with the process that it lives in."""

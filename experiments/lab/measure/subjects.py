@@ -32,7 +32,7 @@ from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
 
-class EngineSubject:
+class EngineSubject(Subject):
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
 
     def __init__(self, config: EngineConfig) -> None:

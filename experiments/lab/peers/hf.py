@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from experiments.lab.measure.kinds import Subject
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.assets import shipped_path
@@ -27,8 +28,9 @@ from mini_infer.modeling.loader import load_model, load_spec, resolve_device, re
 PAD = 0  # any id: padded positions are masked
 
 
-class HFGenerate:
-    """The model of `config` in transformers, with its SDPA attention, the engine's dtype and the same threads."""
+class HFGenerate(Subject):
+    """The model of `config` in transformers, with its SDPA attention, the engine's dtype and the same threads. Each
+    batch has a cache of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = load_checkpoint(config, "hf", "sdpa")
@@ -41,9 +43,6 @@ class HFGenerate:
         for first in range(0, len(items), concurrency):
             traces += self._batch(items[first : first + concurrency])
         return Served(tuple(traces), start, time.perf_counter())
-
-    def forget(self) -> None:
-        """Each batch has a cache of its own."""
 
     def close(self) -> None:
         del self._model

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.kinds import PeerAbsent
+from experiments.lab.measure.kinds import PeerAbsent, Subject
 from experiments.lab.measure.profile import CALM, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
@@ -62,7 +62,7 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
 
 
 @dataclass
-class VLLM:
+class VLLM(Subject):
     engine: Any  # vLLM's LLMEngine
     make_params: Any  # output tokens -> its SamplingParams
     about: Mapping[str, Any]
@@ -109,9 +109,6 @@ class VLLM:
             engine.abort_request(names)
         newest = max(self.traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         return analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
-
-    def close(self) -> None:
-        """Its processes end with the one that it runs in."""
 
 
 def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concurrency: int) -> Served:
