@@ -86,16 +86,17 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _soak(url: str, seconds: float) -> Seen:
     seen, until = Seen(), time.monotonic() + seconds
-    clients = [_client(url, random.Random(number), until, seen) for number in range(CLIENTS)]
-    await asyncio.gather(_watch(url, seconds, seen), *clients)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+        clients = [_client(http, random.Random(number), until, seen) for number in range(CLIENTS)]
+        await asyncio.gather(_watch(http, seconds, seen), *clients)
     return seen
 
 
-async def _watch(url: str, seconds: float, seen: Seen) -> None:
-    engine = psutil.Process(httpx.get(f"{url}/healthz").json()["engine_pid"])
+async def _watch(http: httpx.AsyncClient, seconds: float, seen: Seen) -> None:
+    engine = psutil.Process((await http.get("/healthz")).json()["engine_pid"])
     started = time.monotonic()
     while (passed := time.monotonic() - started) < seconds:
-        steps = (await asyncio.to_thread(_metrics, url))["engine_steps_total"]
+        steps = _metrics(await http.get("/metrics"))["engine_steps_total"]
         row = {"seconds": round(passed, 1), "requests": float(sum(seen.outcomes.values())), "steps": steps}
         row |= {f"{name}_mib": round(rss / MIB, 2) for name, rss in zip(PROCESSES, _resident(engine), strict=True)}
         seen.rows.append(row)
@@ -110,20 +111,17 @@ def _resident(engine: psutil.Process) -> tuple[int, int]:
     return sum(process.memory_info().rss for process in http), engine.memory_info().rss
 
 
-async def _client(url: str, rng: random.Random, until: float, seen: Seen) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        while time.monotonic() < until:
-            body, leaves_after_s, refused = _request(rng)
-            try:
-                limit = PATIENCE_S if leaves_after_s is None else leaves_after_s
-                outcome = _outcome(
-                    await asyncio.wait_for(client.post("/v1/completions", json=body), limit), body, refused
-                )
-            except asyncio.TimeoutError:
-                outcome = "wrong: no answer" if leaves_after_s is None else "left"
-            except httpx.HTTPError as error:
-                outcome = f"wrong: {error!r}"
-            seen.outcomes[outcome] += 1
+async def _client(http: httpx.AsyncClient, rng: random.Random, until: float, seen: Seen) -> None:
+    while time.monotonic() < until:
+        body, leaves_after_s, refused = _request(rng)
+        try:
+            asked = http.post("/v1/completions", json=body)
+            outcome = _outcome(await asyncio.wait_for(asked, leaves_after_s or PATIENCE_S), body, refused)
+        except asyncio.TimeoutError:
+            outcome = "wrong: no answer" if leaves_after_s is None else "left"
+        except httpx.HTTPError as error:
+            outcome = f"wrong: {error!r}"
+        seen.outcomes[outcome] += 1
 
 
 def _request(rng: random.Random) -> tuple[dict[str, Any], float | None, bool]:
@@ -153,17 +151,16 @@ def _what_is_left(url: str) -> list[str]:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     until = time.monotonic() + 10
     while True:
-        values = _metrics(url)
+        values = _metrics(httpx.get(f"{url}/metrics", timeout=10))
         left = [name for name in gauges if values[name]]
         if not left or time.monotonic() > until:
             return [f"{name} is {values[name]:g} when all clients have gone" for name in left]
         time.sleep(0.1)
 
 
-def _metrics(url: str) -> dict[str, float]:
+def _metrics(answer: httpx.Response) -> dict[str, float]:
     """By name, without the prefix; of those with several labels the last."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
     return {name.partition("{")[0].removeprefix(PREFIX): float(value) for name, value in lines}
 
 

@@ -178,10 +178,10 @@ class PeerReplicas:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        with ExitStack() as failed:
-            failed.callback(self.close)
-            try:
-                yield
-                failed.pop_all()
-            except (PeerAbsent, PeerError) as lost:
-                self.absent = why_lost(lost)
+        try:
+            yield
+        except BaseException as lost:
+            self.close()
+            if not isinstance(lost, PeerAbsent | PeerError):
+                raise
+            self.absent = why_lost(lost)
