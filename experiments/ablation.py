@@ -161,10 +161,12 @@ class Ablation(Experiment):
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        others = self.peers, self.simulator, self.aa, self._left_out
+        others, error_gates = (self.peers, self.simulator, self.aa, self._left_out), list[ErrorGate]()
         with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
-            error_gates = self._logit_gates(steps) if gated else []
+            if gated and spec.gate_logit_error is not None:
+                steps.note("gates: logits of all variants, beside those in fp32")
+                error_gates = logit_gate.gates(self._gated, spec.gate_logit_error)
             exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
             searches = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
@@ -203,9 +205,9 @@ class Ablation(Experiment):
             profiles=session.profiles,
             kernels=session.kernels,
             procedure=KEPT if spec.keep_engines else "",
-            peers=session.peers,
+            peers=session.lending.about,
             points=[point for point in self.points if point.name not in not_visited],
-            gpu=session.gpu,
+            gpu=session.watch.summary(),
         )
 
     @property
@@ -237,13 +239,6 @@ class Ablation(Experiment):
         at = [self._cell(variant, self._grid[0]) for variant in self._alone]
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_engine(cell.engine) for cell in ours}
-
-    def _logit_gates(self, steps: Steps) -> list[ErrorGate]:
-        allowed = self.spec.gate_logit_error
-        if allowed is None:
-            return []
-        steps.note("gates: logits of all variants, beside those in fp32")
-        return logit_gate.gates(self._gated, allowed)
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import groupby, product
@@ -82,8 +82,7 @@ class Calibrate(Experiment):
         self.device = self.engine.model.device
         if self.settings.processes > 1:
             raise ConfigError("one process calibrates: set measure.processes=1")
-        parallel = self.engine.parallel
-        if parallel.replicas > 1 or parallel.pipeline > 1 or self.engine.speculation.most:
+        if self.engine.parallel.replicas > 1 or self.engine.parallel.pipeline > 1 or self.engine.speculation.most:
             raise ConfigError(
                 "one engine without stages and drafts is calibrated: set engine.parallel.replicas=1, "
                 "engine.parallel.pipeline=1 and engine/speculation=none"
@@ -104,14 +103,13 @@ class Calibrate(Experiment):
             status, error = run_rounds(
                 [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
             )
-        found = self._fitted([*rows[FIT], *rows[CHECK]])
-        return Findings(
-            [row for kind, of_kind in found[1].items() for row in _rows(KINDS[kind], of_kind)],
-            status=status,
-            error=error,
-            steps=[*rows[FIT], *rows[CHECK]],
-            gates=gates,
-        )
+        timed = [*rows[FIT], *rows[CHECK]]
+        told = [
+            Row(VARIANT, KINDS[kind].name, 0, name, float(value), metric.unit)
+            for kind, found in self._fitted(timed)[1].items()
+            for (name, metric), value in zip(METRICS.items(), astuple(found), strict=True)
+        ]
+        return Findings(told, status=status, error=error, steps=timed, gates=gates)
 
     def finish(self, findings: Findings) -> None:
         if findings.status != COMPLETE:
@@ -217,12 +215,10 @@ def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> list[float]:
 
 
 def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[StepRecord]:
-    records: list[StepRecord] = []
-    observe = records.append
-    engine.observers.append(observe)
+    records, done = list[StepRecord](), 0
+    engine.observers.append(records.append)
     waiting = sorted(arrivals, key=lambda arrival: arrival.step)
     prompts = [rng.integers(0, engine.vocab_size, arrival.prompt_tokens).tolist() for arrival in waiting]
-    done = 0
     try:
         while waiting or engine.has_unfinished_requests():
             while waiting and (waiting[0].step <= done or not engine.has_unfinished_requests()):
@@ -231,13 +227,8 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
             engine.step()
             done += 1
     finally:
-        engine.observers.remove(observe)
+        engine.observers.remove(records.append)
     return records
-
-
-def _rows(point: Point, found: Residuals) -> list[Row]:
-    values = zip(METRICS.items(), (found.steps, found.median, found.p90, found.bias), strict=True)
-    return [Row(VARIANT, point.name, 0, name, float(value), metric.unit) for (name, metric), value in values]
 
 
 def _slug(name: str) -> str:

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
 from experiments.lab.measure.plans import OF_PASS, PROPOSER, REPLICAS, TIE, Layouts, Plan, engine_of, measuring, server
-from experiments.lab.points import Point
+from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.store.result import SIMULATED
@@ -79,7 +78,10 @@ class Capacity(Experiment):
         super().__init__(config)
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
-        self._base = {key: 0.0 if key == PREFILL_SHARE else _known(self._config, key) for key in self.spec.settings}
+        known = {PREFILL_SHARE: 0.0, **flat(schema.plain(self._config.engine), "engine.")}
+        if unknown := [key for key in self.spec.settings if key not in known]:
+            raise ConfigError(f"experiment.settings: the engine has no setting {unknown[0]}")
+        self._base = {key: known[key] for key in self.spec.settings}
         self._changes = [{key: value} for key, values in self.spec.settings.items() for value in values]
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
@@ -353,12 +355,3 @@ def _rounded_up(value: float) -> float:
     """To three digits."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
     return float(f"{math.ceil(value / digit * (1 + 1e-9)) * digit:.6g}")
-
-
-def _known(config: Mapping[Any, Any] | DictConfig, key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        if part not in node:
-            raise ConfigError(f"experiment.settings: the engine has no setting {key}")
-        node = node[part]
-    return node.value if isinstance(node, Enum) else node

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,35 +118,26 @@ class KernelSweep(Experiment):
         device = resolve_device(self.engine.model)
         limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
-        found: list[_At] = []
+        self._rows, self._gates, self._called = list[Row](), list[ErrorGate](), dict[str, None]()
+        self._absent = defaultdict[tuple[str, str], list[str]](list)  # variant and reason -> at which points
         with torch.inference_mode(), closing(Apart(self.peers.vllm)) as apart:
-            measure = partial(self._point, device=device, limits=limits, found=found, steps=steps, apart=apart)
+            measure = partial(self._point, device=device, limits=limits, steps=steps, apart=apart)
             status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
-        absent = defaultdict[tuple[str, str], list[str]](list)
-        for at in found:
-            for missing in (*at.absent.items(), *at.failed.items()):
-                absent[missing].append(at.point.name)
-        notes = [self._absence(*missing, where) for missing, where in absent.items()]
-        rows = [row for at in found for of_variant in at.rows.values() for row in of_variant]
-        if error is None and not any(row.valid for row in rows):
+        notes = []
+        for (variant, why), missing in self._absent.items():
+            of = self.of_arm(variant)  # where it is absent is left out where that is everywhere that it could be
+            everywhere = [p.name for p in self.points if of in CASES[self._sweeps[p.name].case].variants]
+            where = "" if missing == everywhere else f" at {'; '.join(missing)}"
+            notes.append(f"{self.variants[variant]} is absent{where}: {why}.")
+        if error is None and not any(row.valid for row in self._rows):
             raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
-        called = dict.fromkeys(variant for at in found for variant in at.called)
-        notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
+        notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in self._called]
         if limits is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {problem}.")
-        return Findings(
-            rows,
-            status=status,
-            error=error,
-            ceilings=limits,
-            notes=notes,
-            error_gates=[gate for at in found for gate in at.gates.values()],
-            procedure=PROCEDURE,
-        )
+        kept: dict[str, Any] = {"ceilings": limits, "error_gates": self._gates, "procedure": PROCEDURE}
+        return Findings(self._rows, status=status, error=error, notes=notes, **kept)
 
-    def _point(
-        self, point: Point, device: torch.device, limits: Ceilings | None, found: list[_At], steps: Steps, apart: Apart
-    ) -> None:
+    def _point(self, point: Point, device: torch.device, limits: Ceilings | None, steps: Steps, apart: Apart) -> None:
         """All repeats of all implementations, of the same inputs, in ABBA order. What fails is absent here alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
@@ -178,26 +170,18 @@ class KernelSweep(Experiment):
                 with at.costing_only(variant):
                     work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
                     values = _values(time_us, work, self.spec.dtype, limits)
-                    at.rows[variant] += [
-                        Row(variant, point.name, repeat, name, values[name], metric.unit)
-                        for name, metric in self.metrics.items()
-                        if name in values
-                    ]
+                    units = {name: metric.unit for name, metric in self.metrics.items() if name in values}
+                    of = variant, point.name, repeat
+                    at.rows[variant] += [Row(*of, name, values[name], unit) for name, unit in units.items()]
         for variant, why in at.failed.items():
-            at.rows[variant] = [
-                Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
-                for name, metric in self.metrics.items()
-            ]
-        on_gpu = device.type == "cuda"
-        at.called = [v for v, timer in at.timers.items() if on_gpu and not timer.captured and v != self.aa]
-        at.timers.clear()  # which hold inputs
-        found.append(at)
-
-    def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
-        """In words; `at` where, which is left out where it is everywhere that the variant could be."""
-        everywhere = [p.name for p in self.points if self.of_arm(variant) in CASES[self._sweeps[p.name].case].variants]
-        where = "" if list(at) == everywhere else f" at {'; '.join(at)}"
-        return f"{self.variants[variant]} is absent{where}: {why}."
+            lost = [(name, 0.0, metric.unit, False, f"{ABSENT}{why}") for name, metric in self.metrics.items()]
+            at.rows[variant] = [Row(variant, point.name, 0, *each) for each in lost]
+        self._rows += chain(*at.rows.values())
+        self._gates += at.gates.values()
+        for variant_and_why in (*at.absent.items(), *at.failed.items()):
+            self._absent[variant_and_why].append(point.name)
+        if device.type == "cuda":
+            self._called |= {v: None for v, timer in at.timers.items() if not timer.captured and v != self.aa}
 
     def _case(self, point: Point, device: torch.device) -> Case:
         shape = {key: value for key, value in point.values.items() if key != "case"}
@@ -219,7 +203,6 @@ class _At:
     gates: dict[str, ErrorGate] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)  # why it cannot run here
     failed: dict[str, str] = field(default_factory=dict)  # the error that it raised; nothing else is kept of it
-    called: Sequence[str] = ()  # those that could not be captured
 
     @contextmanager
     def costing_only(self, *variants: str) -> Iterator[None]:

@@ -171,7 +171,11 @@ class Quantization(Probe):
         """Of the model as the engine has it in bf16: the same in every repeat."""
         plain = ModelConfig(path=str(self._folder), device=Device.cpu, dtype=DType.bfloat16)
         if kv:
-            blocks = [_kv_blocks(plain, dtype) for dtype in (CacheDType.auto, CacheDType.fp8)]
+            blocks = []  # for which an engine finds room in the same memory
+            for dtype in (CacheDType.auto, CacheDType.fp8):
+                config = EngineConfig(model=plain, cache=CacheConfig(memory_gib=2**-6, dtype=dtype))
+                with closing(LLMEngine(config)) as engine:
+                    blocks.append(engine.startup.num_kv_blocks)
             return {"kv_tokens": blocks[1] / blocks[0]}
         if recipe is None or recipe.kept:
             return {}
@@ -188,13 +192,6 @@ def _loaded_bytes(config: ModelConfig) -> int:
     model = load_model(config, load_spec(config), torch.bfloat16, CPU)
     stores = [weight.untyped_storage() for weight in model.parameters()]
     return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
-
-
-def _kv_blocks(model: ModelConfig, dtype: CacheDType) -> int:
-    """For how many blocks an engine finds room in the same memory."""
-    config = EngineConfig(model=model, cache=CacheConfig(memory_gib=2**-6, dtype=dtype))
-    with closing(LLMEngine(config)) as engine:
-        return engine.startup.num_kv_blocks
 
 
 class _Study:

@@ -84,14 +84,16 @@ class SchedulerOverhead(Probe):
         self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
-        measures = {
-            "running": self._steps_by_running,
-            "prompt_tokens": self._match,
-            "waiting": self._steps_by_waiting,
-            "rows": self._told,
-        }
-        (varied,) = point.values
-        return measures[varied](point)
+        ((varied, count),) = point.values.items()
+        if varied == "running":
+            times = _timed_steps(self._busy_scheduler(count), self.spec.steps)
+            return {"step_us": stats.median(times), "step_p99_us": stats.percentile(times, 99)}
+        if varied == "waiting":
+            scheduler = self._busy_scheduler(self.spec.waiting_running)
+            for index, prompt in enumerate(self._prompts([PROMPT] * count)):
+                scheduler.add(_request(f"waiting-{index}", prompt, PROMPT + 1))
+            return {"waiting_step_us": stats.median(_timed_steps(scheduler, self.spec.steps))}
+        return {"match_us": self._match(count)} if varied == "prompt_tokens" else {"told_us": self._told(count)}
 
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
@@ -100,19 +102,9 @@ class SchedulerOverhead(Probe):
         slope, r_squared = linear_regression(x, y).slope, correlation(x, y) ** 2
         return [(VARIANT, self._fit, {"us_per_request": slope, "r_squared": r_squared})]
 
-    def _steps_by_running(self, point: Point) -> dict[str, float | None]:
-        times = _timed_steps(self._busy_scheduler(point.values["running"]), self.spec.steps)
-        return {"step_us": stats.median(times), "step_p99_us": stats.percentile(times, 99)}
-
-    def _steps_by_waiting(self, point: Point) -> dict[str, float | None]:
-        scheduler = self._busy_scheduler(self.spec.waiting_running)
-        for index, prompt in enumerate(self._prompts([PROMPT] * point.values["waiting"])):
-            scheduler.add(_request(f"waiting-{index}", prompt, PROMPT + 1))
-        return {"waiting_step_us": stats.median(_timed_steps(scheduler, self.spec.steps))}
-
-    def _match(self, point: Point) -> dict[str, float | None]:
-        """The prompt is computed once by a request that has left; new requests of the same prompt look it up."""
-        length = point.values["prompt_tokens"]
+    def _match(self, length: int) -> float:
+        """Microseconds, the median. The prompt is computed once by a request that has left; new requests of the same
+        prompt look it up."""
         block = self.engine.cache.block_size
         kv = KVManager(length // block + 2, block, length + 1, prefix_caching=True)
         scheduler = self._scheduler(kv, max_num_batched_tokens=max(length, self.engine.scheduler.max_num_seqs))
@@ -129,12 +121,12 @@ class SchedulerOverhead(Probe):
             times.append(1e6 * (time.perf_counter() - start))
             if match.num_tokens != expected:
                 raise RuntimeError(f"a warm cache matched {match.num_tokens} of {expected} tokens")
-        return {"match_us": stats.median(times)}
+        return stats.median(times)
 
-    def _told(self, point: Point) -> dict[str, float | None]:
-        """From the call that tells another rank's process of a step until it has the plan. It looks for plans without
-        sleeping, as ranks do on GPUs."""
-        scheduler, count = self._busy_scheduler(point.values["rows"]), WARMUP_STEPS + self.spec.steps
+    def _told(self, rows: int) -> float:
+        """Microseconds, the median, from the call that tells another rank's process of a step until it has the plan. It
+        looks for plans without sleeping, as ranks do on GPUs."""
+        scheduler, count = self._busy_scheduler(rows), WARMUP_STEPS + self.spec.steps
         files, (ours, theirs) = RingFiles.create(2), multiprocessing.Pipe()
         rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files, count, theirs), daemon=True)
         rank.start()
@@ -154,7 +146,7 @@ class SchedulerOverhead(Probe):
             rank.kill()
             rank.join()
             files.close()
-        return {"told_us": stats.median(times[WARMUP_STEPS:])}
+        return stats.median(times[WARMUP_STEPS:])
 
     def _busy_scheduler(self, running: int) -> Scheduler:
         """A scheduler with exactly `running` requests decoding, and room for all of them to the end."""
@@ -207,8 +199,7 @@ def _timed_steps(scheduler: Scheduler, count: int) -> list[float]:
     running = scheduler.num_running
     for _ in range(WARMUP_STEPS):
         _step(scheduler)
-    times = []
-    clock = time.perf_counter
+    times, clock = [], time.perf_counter
     for _ in range(count):
         start = clock()
         plan = scheduler.schedule(start)

@@ -1,6 +1,6 @@
 """Serves a mixed load for a long time and fails where memory grows, blocks are lost or an answer is wrong.
 
-python -m experiments.soak --minutes 10        # any further arguments are flags of mini-infer-serve
+python -m experiments.soak --minutes 10        # takes the extra `dev`; more arguments are flags of mini-infer-serve
 
 The server runs the dry model. Clients stream, wait for whole answers, leave in the middle of both, and send what is
 refused. The resident memory of the API processes and of the engine process is printed, and stored as CSV.
@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import random
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
 import pandas
 import psutil
 
@@ -87,18 +85,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _soak(url: str, seconds: float) -> Seen:
-    seen = Seen()
-    until = time.monotonic() + seconds
-    clients = [_client(url, random.Random(number), until, seen) for number in range(CLIENTS)]
-    await asyncio.gather(_watch(url, seconds, seen), *clients)
+    seen, until = Seen(), time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+        clients = [_client(http, random.Random(number), until, seen) for number in range(CLIENTS)]
+        await asyncio.gather(_watch(http, seconds, seen), *clients)
     return seen
 
 
-async def _watch(url: str, seconds: float, seen: Seen) -> None:
-    engine = psutil.Process(json.loads(_open(url, "/healthz"))["engine_pid"])
+async def _watch(http: httpx.AsyncClient, seconds: float, seen: Seen) -> None:
+    engine = psutil.Process((await http.get("/healthz")).json()["engine_pid"])
     started = time.monotonic()
     while (passed := time.monotonic() - started) < seconds:
-        steps = _metrics(await asyncio.to_thread(_open, url, "/metrics"))["engine_steps_total"]
+        steps = _metrics(await http.get("/metrics"))["engine_steps_total"]
         row = {"seconds": round(passed, 1), "requests": float(sum(seen.outcomes.values())), "steps": steps}
         row |= {f"{name}_mib": round(rss / MIB, 2) for name, rss in zip(PROCESSES, _resident(engine), strict=True)}
         seen.rows.append(row)
@@ -113,15 +111,17 @@ def _resident(engine: psutil.Process) -> tuple[int, int]:
     return sum(process.memory_info().rss for process in http), engine.memory_info().rss
 
 
-async def _client(url: str, rng: random.Random, until: float, seen: Seen) -> None:
-    host, port = url.removeprefix("http://").split(":")
+async def _client(http: httpx.AsyncClient, rng: random.Random, until: float, seen: Seen) -> None:
     while time.monotonic() < until:
         body, leaves_after_s, refused = _request(rng)
         try:
-            answer = await asyncio.wait_for(_ask(host, int(port), body, leaves_after_s), PATIENCE_S)
-        except (OSError, asyncio.TimeoutError) as error:
-            answer = f"wrong: {error!r}".encode()
-        seen.outcomes[_outcome(answer, body, refused)] += 1
+            asked = http.post("/v1/completions", json=body)
+            outcome = _outcome(await asyncio.wait_for(asked, leaves_after_s or PATIENCE_S), body, refused)
+        except asyncio.TimeoutError:
+            outcome = "wrong: no answer" if leaves_after_s is None else "left"
+        except httpx.HTTPError as error:
+            outcome = f"wrong: {error!r}"
+        seen.outcomes[outcome] += 1
 
 
 def _request(rng: random.Random) -> tuple[dict[str, Any], float | None, bool]:
@@ -136,34 +136,14 @@ def _request(rng: random.Random) -> tuple[dict[str, Any], float | None, bool]:
     return body, None, False
 
 
-async def _ask(host: str, port: int, body: dict[str, Any], leaves_after_s: float | None) -> bytes | None:
-    """The whole answer; None where the client has left before it came."""
-    reader, writer = await asyncio.open_connection(host, port)
-    data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    try:
-        writer.write(head.encode() + data)
-        with contextlib.suppress(asyncio.TimeoutError):
-            return await asyncio.wait_for(reader.read(-1), leaves_after_s)
-        return None
-    finally:
-        writer.transport.abort()
-
-
-def _outcome(answer: bytes | None, body: dict[str, Any], refused: bool) -> str:
-    if answer is None:
-        return "left"
-    status = answer[9:12].decode(errors="replace")
+def _outcome(answer: httpx.Response, body: dict[str, Any], refused: bool) -> str:
     if refused:
-        return "refused" if status == "400" else f"wrong: {status} for what must be refused"
-    if status != "200":
-        return f"wrong: {answer[:200]!r}"
+        return "refused" if answer.status_code == 400 else f"wrong: {answer.status_code} for what must be refused"
+    if answer.status_code != 200:
+        return f"wrong: {answer.status_code} {answer.text[:200]!r}"
     if body["stream"]:
-        return "streamed" if b"data: [DONE]\n\n" in answer else "wrong: a stream without an end"
-    return "whole" if b'"usage":' in answer else "wrong: an answer without an end"
+        return "streamed" if "data: [DONE]\n\n" in answer.text else "wrong: a stream without an end"
+    return "whole" if '"usage":' in answer.text else "wrong: an answer without an end"
 
 
 def _what_is_left(url: str) -> list[str]:
@@ -171,22 +151,17 @@ def _what_is_left(url: str) -> list[str]:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     until = time.monotonic() + 10
     while True:
-        values = _metrics(_open(url, "/metrics"))
+        values = _metrics(httpx.get(f"{url}/metrics", timeout=10))
         left = [name for name in gauges if values[name]]
         if not left or time.monotonic() > until:
             return [f"{name} is {values[name]:g} when all clients have gone" for name in left]
         time.sleep(0.1)
 
 
-def _metrics(text: bytes) -> dict[str, float]:
+def _metrics(answer: httpx.Response) -> dict[str, float]:
     """By name, without the prefix; of those with several labels the last."""
-    lines = [line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#")]
+    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
     return {name.partition("{")[0].removeprefix(PREFIX): float(value) for name, value in lines}
-
-
-def _open(url: str, path: str) -> bytes:
-    with urllib.request.urlopen(url + path, timeout=10) as response:
-        return response.read()
 
 
 if __name__ == "__main__":

@@ -195,20 +195,21 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
 
     class Pool:
         def open(self, kind, config):
-            opened.append(cells.Lease(SimpleNamespace(alive=True, about={}, serve=None, forget=None), lambda: None))
+            opened.append(SimpleNamespace(alive=True, about={"version": 1}))
             return opened[-1]
 
     lender = cells.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
     used = []
     for stopped in (False, False, True, False):
         if stopped:
-            opened[-1].process.alive = False
+            opened[-1].alive = False
         with lender.lend(SimpleNamespace(engine_of="vllm", kind=Kind.vllm, engine=EngineConfig())) as lent:
             assert lent.subject is opened[-1]
             used.append(bool(lent.served))
             lent.served.append(None)
     assert used == [False, True, False, True]
     assert len(opened) == 2
+    assert lender.about == {"vllm": ({"version": 1, "process": "its own, kept from pass to pass"},)}
 
 
 @pytest.mark.parametrize(

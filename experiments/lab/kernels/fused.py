@@ -32,6 +32,8 @@ THETA = 1e6
 
 class _Fused(Case):
     variants = (EAGER, TORCH, COMPILED, TRITON)
+    compute: Callable[..., Any]  # by kernels, of a set of inputs
+    eager: Callable[..., Any]
 
     def implementation(self, variant: str) -> Implementation:
         compute: Callable[..., Any] = self.eager
@@ -53,12 +55,6 @@ class _Fused(Case):
             reason = str(error).strip().partition("\n")[0]
             raise VariantAbsent(f"torch.compile fails here ({type(error).__name__}: {reason})") from error
         return compiled
-
-    def compute(self, kernels: Kernels, *inputs: Any) -> Any:
-        raise NotImplementedError
-
-    def eager(self, *inputs: Any) -> Any:
-        raise NotImplementedError
 
     def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
         expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self.sets[0]))

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from experiments.lab.load.client import Clients, Target
-from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerAbsent, PeerSettings
+from experiments.lab.measure.kinds import HTTPSettings, Kind, PeerAbsent, PeerSettings, Subject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.workloads import Item
@@ -35,7 +35,7 @@ ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 
 @dataclass
-class OverHTTP:
+class OverHTTP(Subject):
     """A server, with clients of its own."""
 
     name: str
@@ -80,12 +80,12 @@ class OverHTTP:
             self._server.close()
 
 
-class Bench:
+class Bench(Subject):
     """The load of `vllm bench serve` on a server that lives."""
 
-    def __init__(self, name: str, server: OverHTTP, process: PeerProcess) -> None:
-        self.name, self._server, self._process = name, server, process
-        self.about: Mapping[str, Any] = {**server.about, **process.about}
+    def __init__(self, server: OverHTTP, process: PeerProcess) -> None:
+        self._server, self._process = server, process
+        self.about = {**server.about, **process.about}
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Raises ConfigError where it cannot ask for the items."""
@@ -102,9 +102,6 @@ class Bench:
     @property
     def alive(self) -> bool:
         return self._server.alive and self._process.alive
-
-    def close(self) -> None:
-        """Others use both."""
 
 
 def require_client() -> None:

@@ -53,9 +53,13 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", arguments.pop("model"), *OWN]
     server = Server("vllm serve", subprocess.Popen([*command, f"--port={port}", *flags(arguments)]))
     url = f"http://{HOST}:{port}"
-    while not _serves(url):
-        server.check()
-        time.sleep(POLL_S)
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/v1/models", timeout=POLL_S).close()
+            break
+        except OSError:
+            server.check()
+            time.sleep(POLL_S)
     # What has computed most so far has loaded the model.
     children = psutil.Process(server.process.pid).children()
     engine = max(children, key=lambda child: sum(child.cpu_times()[:2]))
@@ -91,11 +95,3 @@ def write_tokenizer(folder: Path, size: int) -> str:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return str(folder)
-
-
-def _serves(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=POLL_S):
-            return True
-    except OSError:
-        return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject, open_subject
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.pool import Lease, Peers
+from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads import Inputs, Item, Workload
@@ -63,6 +63,7 @@ class Pass:
 @dataclass
 class Lent:
     subject: Subject
+    stays: bool = False  # when its turn is over: `Peers` ends it
     # What it was asked for since it was opened, or has forgotten what it knew.
     served: list[Item] = field(default_factory=list)
     warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
@@ -83,43 +84,46 @@ class Lending:
     tell: Callable[[int, int], None]  # as of subjects.drive, of engines in this process
     # Of each variant, its peer's version and settings (of one whose settings differ between points, several), or what
     # its first engine turned out to be.
-    about: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    about: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     _kept: dict[str, Lent] = field(default_factory=dict)
 
     @contextmanager
     def lend(self, cell: Cell) -> Iterator[Lent]:
         variant = cell.engine_of
         lent = self._kept.get(variant)
-        if lent is None or (isinstance(lent.subject, Lease) and not lent.subject.process.alive):
-            lent = Lent(self._open(cell.kind, cell.engine))
+        if lent is None or not getattr(lent.subject, "alive", True):
+            lent = self._open(cell.kind, cell.engine)
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
             lent.subject.reserve_memory()
-        about, told = self.about.setdefault(variant, []), lent.subject.about
+        about, told = self.about.get(variant, ()), dict(lent.subject.about)
+        told |= {"process": "its own, kept from pass to pass"} if lent.stays else {}
         if told and told not in about and not (about and cell.kind.can.steps):  # which takes another time to start
-            about.append(dict(told))
+            self.about[variant] = (*about, told)
         if self.keep:
             self._kept[variant] = lent
-        try:
+        with nullcontext() if self.keep or lent.stays else closing(lent.subject):
             yield lent
-        finally:
-            if not self.keep:
-                lent.subject.close()
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].subject.close()
+        """All that is kept, and every peer's process."""
+        with closing(self.peers):
+            for lent in reversed([*self._kept.values()]):
+                if not lent.stays:
+                    lent.subject.close()
 
-    def _open(self, kind: Kind, config: EngineConfig) -> Subject:
+    def _open(self, kind: Kind, config: EngineConfig) -> Lent:
         if kind is Kind.simulated:
-            return SimulatedSubject(self.simulator.setup(config))
+            return Lent(SimulatedSubject(self.simulator.setup(config)))
         if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
             gc.collect()
             torch.cuda.empty_cache()
-        subject = self.peers.open(kind, config) or open_subject(kind, config)
+        if (peer := self.peers.open(kind, config)) is not None:
+            return Lent(peer, stays=True)
+        subject = open_subject(kind, config)
         if isinstance(subject, EngineSubject):
             subject.tell = self.tell
-        return subject
+        return Lent(subject)
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 MAX_DRIFT = 0.05  # of a clock, during a pass
 HOST_BESIDE_GPU = 0.25  # of the host's, where a GPU computes: what waits for the host is a small part of its time
 PIECES = 10
@@ -99,8 +101,6 @@ def find_gpu(device: str) -> Gpu | None:
     """The GPU that `cuda` means in this process; None of a CPU, or where the library does not know it."""
     if device != "cuda":
         return None
-    import torch
-
     found, count = dict[bytes, ctypes.c_void_p](), ctypes.c_uint()  # all GPUs of the machine, by UUID
     try:
         library = ctypes.CDLL(LIBRARY)
@@ -193,8 +193,6 @@ def _host_work() -> float:
 def _gpu_work() -> float:
     """The fastest of many waits for so many cycles, timed by the device itself. Matrix products would take all the
     power that a GPU may have, which lowers its clock, and by how much depends on the pass before them."""
-    import torch
-
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WAITS + 1)]
     fastest, start = float("inf"), time.perf_counter()
     while time.perf_counter() - start < GPU_S:

@@ -79,11 +79,8 @@ class EngineProcesses:
             begun.append((config, processes))
         for config, processes in begun:
             engine = self.run(self._serving(config, processes))
-            self._open.callback(self._end, engine)
+            self._open.callback(lambda engine: self.run(engine.close()), engine)
             self._there.append((config, engine))
-
-    def _end(self, engine: AsyncEngine) -> None:
-        self.run(engine.close())
 
     async def _serving(self, config: EngineConfig, processes: Mapping[str, EngineProcess]) -> AsyncEngine:
         """When all of them do. Raises EngineDead where one ends instead."""
@@ -181,10 +178,10 @@ class PeerReplicas:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        with ExitStack() as failed:
-            failed.callback(self.close)
-            try:
-                yield
-                failed.pop_all()
-            except (PeerAbsent, PeerError) as lost:
-                self.absent = why_lost(lost)
+        try:
+            yield
+        except BaseException as lost:
+            self.close()
+            if not isinstance(lost, PeerAbsent | PeerError):
+                raise
+            self.absent = why_lost(lost)

@@ -70,33 +70,34 @@ class Hardware:
     host_memory_gib: float | None = None  # beside one device; a simulated engine's host has all of it free
 
 
+def _torch() -> Any:
+    """Its import takes seconds, which who only reads settings is spared."""
+    import torch
+
+    return torch
+
+
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Runs with so many threads of torch; None leaves them alone."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    before = _torch().get_num_threads()
+    _torch().set_num_threads(count or before)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _torch().set_num_threads(before)
 
 
 def resolve(device: Device) -> str:
     """`cpu` or `cuda`, as the engine chooses."""
     if device is not Device.auto:
         return device.value
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if _torch().cuda.is_available() else "cpu"
 
 
 def key(device: str) -> str:
     """`device_key`, and how many GPUs there are, if several: h200, h200x2."""
-    import torch
-
-    count = 1 if device == "cpu" else torch.cuda.device_count()
+    count = 1 if device == "cpu" else _torch().cuda.device_count()
     return device_key(device) + (f"x{count}" if count > 1 else "")
 
 
@@ -104,11 +105,9 @@ def device_key(device: str) -> str:
     """`cpu`, or the GPU's short name. Raises ConfigError where there is none."""
     if device == "cpu":
         return "cpu"
-    import torch
-
-    if not torch.cuda.is_available():
+    if not _torch().cuda.is_available():
         raise ConfigError("a GPU is asked for (model.device=cuda, or hardware=...), and torch sees none here")
-    return short_gpu_name(torch.cuda.get_device_name())
+    return short_gpu_name(_torch().cuda.get_device_name())
 
 
 def short_gpu_name(name: str) -> str:
@@ -124,15 +123,12 @@ def name(device: str) -> str:
         path = Path("/proc/cpuinfo")
         known = cpu_name(path.read_text()) if path.is_file() else ""
         return known or platform.processor() or platform.machine() or "unknown"
-    import torch
-
-    return str(torch.cuda.get_device_name())
+    return str(_torch().cuda.get_device_name())
 
 
 def facts(device: str) -> dict[str, Any]:
     """CPU model, cores, threads and memory; with a GPU its name, memory, driver and CUDA version too."""
-    import torch
-
+    torch = _torch()
     found: dict[str, Any] = {
         "cpu": name("cpu"),
         "cores": cores(),
@@ -151,9 +147,7 @@ def host_memory_gib() -> float:
 
 
 def gpu_memory_gib() -> float:
-    import torch
-
-    return round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    return round(_torch().cuda.get_device_properties(0).total_memory / 2**30, 1)
 
 
 def cpu_name(cpuinfo: str) -> str:

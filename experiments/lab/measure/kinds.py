@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from experiments.lab.points import keys
 from experiments.lab.spec import Checked, Count, Natural, Positive
@@ -76,36 +77,23 @@ _VLLM_SERVER = (*_VLLM, "engine.parallel.replicas")
 _VLLM_SERVED = (*_VLLM_SERVER, "peers.client")
 _BENCH = ("engine", "peers.served", "peers.vllm")
 _HTTP = (*_MODEL, "peers.http", "peers.client")
+LAB = "experiments.lab"
+_ours = partial(System, ours=True, caches=True)
+_of_vllm = partial(System, own_weights=True, needs_gpu=True)
 SYSTEMS = {
-    Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True, reads=_OURS),
-    Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False, reads=_HF),
+    Kind.engine: _ours("mini-infer", steps=True, profiled=True, reads=_OURS),
+    Kind.hf: System("transformers.generate", f"{LAB}.peers.hf", open_loop=False, chains=False, reads=_HF),
     Kind.hf_continuous: System(
-        "transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False, reads=_HF_CONTINUOUS
+        "transformers continuous batching", f"{LAB}.peers.hf_continuous", chains=False, reads=_HF_CONTINUOUS
     ),
-    Kind.vllm: System(
-        "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True, reads=_VLLM
-    ),
-    Kind.served: System(
-        "mini-infer over HTTP", "experiments.lab.load.subject", ours=True, over_http=True, caches=True, reads=_SERVED
-    ),
-    Kind.vllm_served: System(
-        "vLLM over HTTP",
-        "experiments.lab.load.vllm_server",
-        over_http=True,
-        own_weights=True,
-        caches=True,
-        needs_gpu=True,
-        reads=_VLLM_SERVED,
+    Kind.vllm: _of_vllm("vLLM", f"{LAB}.peers.vllm", profiled=True, caches=True, reads=_VLLM),
+    Kind.served: _ours("mini-infer over HTTP", f"{LAB}.load.subject", over_http=True, reads=_SERVED),
+    Kind.vllm_served: _of_vllm(
+        "vLLM over HTTP", f"{LAB}.load.vllm_server", over_http=True, caches=True, reads=_VLLM_SERVED
     ),
     Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, reads=_BENCH),
-    Kind.vllm_bench: System(
-        "vllm bench serve on vLLM",
-        client_of=Kind.vllm_served,
-        own_weights=True,
-        open_loop=False,
-        chains=False,
-        needs_gpu=True,
-        reads=_VLLM_SERVER,
+    Kind.vllm_bench: _of_vllm(
+        "vllm bench serve on vLLM", client_of=Kind.vllm_served, open_loop=False, chains=False, reads=_VLLM_SERVER
     ),
     Kind.simulated: System("mini-infer, simulated", steps=True, caches=True, reads=("engine", "measure.costs")),
     Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True, reads=_HTTP),
@@ -191,31 +179,21 @@ def why_lost(lost: PeerAbsent | PeerError) -> str:
     return why
 
 
-class Subject(Protocol):
+class Subject:
     """What can be measured: the engine, or a peer that serves the same requests."""
 
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what
-        it chose, fell back to, and took to start."""
-        ...
+    # A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what it
+    # chose, fell back to, and took to start.
+    about: Mapping[str, Any]
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
         flight. A token's time is when the process that asks could read it."""
-        ...
+        raise NotImplementedError
 
     def forget(self) -> None:
-        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
-        ...
+        """What comes finds nothing of what came before: no cached prefix, and no text to draft from. Of one that shares
+        nothing between requests there is nothing to forget."""
 
-    def close(self) -> None: ...
-
-
-class LivingPeer(Subject, Protocol):
-    """One that has processes of its own, and stays for later passes."""
-
-    name: str  # for people
-
-    @property
-    def alive(self) -> bool: ...
+    def close(self) -> None:
+        """Ends what would not end with the process that it lives in."""

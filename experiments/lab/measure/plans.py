@@ -194,20 +194,14 @@ def counted(settings: Settings, engines: int) -> dict[str, int]:
 
 
 def server(engine: EngineConfig) -> str:
-    """With all that differs from its defaults."""
-    engine = to_serve(engine)
-    path = engine.model.path
-    return shlex.join(["mini-infer-serve", "--model", path, *flags(engine, EngineConfig(path))])
-
-
-def to_serve(engine: EngineConfig) -> EngineConfig:
-    """What is simulated, as a server is told of it: seeds as they come, the model's own weights where its shape stood
-    for it, and drafts that the target judges where a rate stood for them."""
+    """With all that differs from its defaults: what is simulated, but with seeds as they come, the model's own weights
+    where its shape stood for it, and drafts that the target judges where a rate stood for them."""
     model, drafts = engine.model, engine.speculation
     if model.load_format is LoadFormat.dummy:
         model = replace(model, load_format=LoadFormat.auto, hf_config=None, routing=Routing.learned)
     method = drafts.method if drafts.rate is None else PROPOSER
-    return replace(engine, model=model, speculation=replace(drafts, method=method, acceptance=None), seed=None)
+    engine = replace(engine, model=model, speculation=replace(drafts, method=method, acceptance=None), seed=None)
+    return shlex.join(["mini-infer-serve", "--model", model.path, *flags(engine, EngineConfig(model.path))])
 
 
 def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: Mapping[str, Plan], slo: SLO) -> str:

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 STEP = "decode step"  # the annotation around one
@@ -114,7 +114,7 @@ def analyse(
     if len(steps) < 2:
         raise NoProfile("the trace shows no kernels of two steps or more")
     bodies = [_body(step) for step in steps]
-    everything = sorted((ran for step in steps for ran in step), key=lambda ran: ran.start)
+    everything = sorted(chain(*steps), key=lambda ran: ran.start)
     kernels = [ran for ran in everything if ran.is_kernel]
     start, end, between = bodies[0][0].start, bodies[-1][0].start, len(steps) - 1
     waits = [(max(ran.end for ran in before), after[0].start) for before, after in pairwise(bodies)]
@@ -125,20 +125,16 @@ def analyse(
         rows=rows,
         plain_us=plain_us,
         profiled_us=(end - start) / between,
-        busy_us=_busy(kernels, start, end) / between,
-        idle_us=sum(max(0.0, until - since - _busy(kernels, since, until)) for since, until in waits) / between,
+        busy_us=sum(_alone(kernels, start, end)) / between,
+        idle_us=sum(max(0.0, until - since - sum(_alone(kernels, since, until))) for since, until in waits) / between,
     )
     # The longest first; of steps that ran something only now and then, the mean. Time in which two overlap counts for
     # the one that started first: a programmatic dependent (kernels/pdl.py) is in place early, and waits.
-    calls, times, reached = Counter[tuple[str, str]](), defaultdict[tuple[str, str], float](float), -math.inf
-    for ran in everything:
-        key = (role(ran.name), short_name(ran.name))
-        calls[key] += 1
-        times[key] += max(0.0, ran.end - max(ran.start, reached))
-        reached = max(reached, ran.end)
-    longest = sorted(times, key=times.__getitem__, reverse=True)
-    per_step = [(key, calls[key] / len(steps), times[key] / len(steps)) for key in longest]
-    return summary, [KernelRow(variant, point, *key, count, us) for key, count, us in per_step]
+    times = defaultdict[tuple[str, str], list[float]](list)
+    for ran, us in zip(everything, _alone(everything, -math.inf, math.inf), strict=True):
+        times[role(ran.name), short_name(ran.name)].append(us)
+    longest = sorted(times.items(), key=lambda each: sum(each[1]), reverse=True)
+    return summary, [KernelRow(variant, point, *key, len(us) / len(steps), sum(us) / len(steps)) for key, us in longest]
 
 
 def role(name: str) -> str:
@@ -196,15 +192,10 @@ def _body(step: Sequence[_Ran]) -> list[_Ran]:
     return [ran for ran in kernels if ran.launch == launch] if count > 1 else kernels
 
 
-def _busy(kernels: Iterable[_Ran], start: float, end: float) -> float:
-    """Microseconds of [start, end] in which at least one of the kernels, the first to start first, ran."""
-    total, reached = 0.0, start
-    for ran in kernels:
-        first, last = max(ran.start, reached), min(ran.end, end)
-        if last > first:
-            total += last - first
-            reached = last
-    return total
+def _alone(ran: Sequence[_Ran], start: float, end: float) -> list[float]:
+    """Microseconds of [start, end] that each of these, the first to start first, ran in while none before it did."""
+    reached = accumulate((one.end for one in ran), max, initial=start)
+    return [max(0.0, min(one.end, end) - max(one.start, before)) for one, before in zip(ran, reached, strict=False)]
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
@@ -16,7 +15,8 @@ from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers.pool import Lease, Peers
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.process import PeerProcess
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger, Terms
@@ -45,28 +45,29 @@ class Session:
 
     def __post_init__(self, terms: Terms, peer_settings: PeerSettings, simulator: Simulator) -> None:
         self.ledger, self.labels = Ledger(terms), terms.labels
-        self._peers = Peers(peer_settings)
-        self._lending = Lending(self.spec.keep_engines, self._peers, simulator, self.steps.within)
+        keep = self.spec.keep_engines
+        self.lending = Lending(keep, Peers(peer_settings, keep), simulator, self.steps.within)
+        self.close = self.lending.close
         self._absent: dict[str, str] = {}  # variant -> why
         devices = [cell.engine.model.device for cell in self.cells.values() if cell.kind is not Kind.simulated]
-        self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
-        for cell in self.cells.values() if self.spec.keep_engines else ():  # which all have room side by side
+        self.watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
+        for cell in self.cells.values() if keep else ():  # which all have room side by side
             if cell.variant not in self.left_out and cells.starts_untimed(cell):
-                self._peers.begin(cell.kind, cell.engine)
+                self.lending.peers.begin(cell.kind, cell.engine)
 
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
         """While peers load, engines that are kept start, and are warmed up at each point of `inputs`. Comes back when
         those peers are there: nothing is timed while they load."""
-        if not self._peers.begun:
+        if not self.lending.peers.begun:
             return
         self.steps.note("engines start, and others load")
         for cell in self.cells.values():
             first = cell.variant == cell.engine_of and cell.variant not in self.left_out
             here = cell.kind is Kind.engine and cell.point.name in inputs
             if first and here and cells.starts_untimed(cell):
-                with self._lending.lend(cell) as lent:
+                with self.lending.lend(cell) as lent:
                     cells.warm_up(cell, inputs[cell.point.name], lent)
-        self._peers.await_begun()
+        self.lending.peers.await_begun()
 
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """All variants at one point, once. Rows of a peer that is not there, or has failed by now, say why."""
@@ -102,9 +103,9 @@ class Session:
             if not cell.kind.can.profiled:
                 continue
             try:
-                with self._lending.lend(cell) as lent:
+                with self.lending.lend(cell) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
-                    assert isinstance(lent.subject, EngineSubject | Lease)
+                    assert isinstance(lent.subject, EngineSubject | PeerProcess)
                     found, kernels = lent.subject.profile(items, cell.variant, point.name)
             except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
@@ -129,28 +130,13 @@ class Session:
         self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
         return self.ledger.rounds[-1].rows
 
-    @property
-    def peers(self) -> dict[str, tuple[dict[str, Any], ...]]:
-        """Variant -> version and settings of its peer."""
-        return {variant: tuple(about) for variant, about in self._lending.about.items() if about}
-
-    def close(self) -> None:
-        try:
-            self._lending.close()
-        finally:
-            self._peers.close()
-
-    @property
-    def gpu(self) -> dict[str, float]:
-        return self._watch.summary()
-
     def _next(self, cell: Cell, what: str) -> None:
         self.steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
-        passes = [cells.serve(cell, inputs, self._watch, self._lending)]
+        passes = [cells.serve(cell, inputs, self.watch, self.lending)]
         while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
             self.steps.note(f"again, because {problem}")
-            passes.append(cells.serve(cell, inputs, self._watch, self._lending))
+            passes.append(cells.serve(cell, inputs, self.watch, self.lending))
         return passes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from experiments.lab.measure import ceilings, costs, hardware
 from experiments.lab.measure.costs import Found, Target, Watched
 from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.kinds import Subject
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import keys
@@ -191,12 +191,12 @@ def _kv_bytes(target: Target) -> int:
     return left
 
 
-class SimulatedSubject:
+class SimulatedSubject(Subject):
     """One pass is as the next: nothing is compiled, and no machine is busy with others."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.about: Mapping[str, Any] = {STEPS: setup.found.source}
+        self.about = {STEPS: setup.found.source}
         self._records: list[StepRecord] = []
         self.forget()
 
@@ -207,9 +207,6 @@ class SimulatedSubject:
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._records.clear()
         return replace(drive(self._cluster, items, concurrency), records=tuple(self._records))
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 def drive(cluster: Cluster, items: Sequence[Item], concurrency: int) -> Served:

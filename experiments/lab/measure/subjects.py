@@ -32,7 +32,7 @@ from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
 
-class EngineSubject:
+class EngineSubject(Subject):
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -61,9 +61,15 @@ class EngineSubject:
             torch.cuda.reset_peak_memory_stats()
         known, reserved = len(self._compiled), self._reserved()
         served = drive(self.engine, items, concurrency, tell=self.tell)
+        # Bytes at the fullest moment: on a GPU what torch's allocator had given out, with the whole KV pool. On a CPU,
+        # whose high water would mostly be torch itself, weights and KV blocks in use. None of the dry model.
+        peak = int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
+        if self._bytes is not None:
+            weights, block = self._bytes
+            peak = weights + block * max((record.kv.used_blocks for record in served.records), default=0)
         return replace(
             served,
-            peak_memory=self._peak_memory(served.records),
+            peak_memory=peak,
             memory_growth=max(0, self._reserved() - reserved),
             compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
@@ -73,14 +79,6 @@ class EngineSubject:
     def _reserved(self) -> int:
         """Bytes that torch's allocator has taken from the GPU."""
         return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
-
-    def _peak_memory(self, records: Sequence[StepRecord]) -> int | None:
-        """Bytes at the fullest moment: on a GPU what torch's allocator had given out, with the whole KV pool. On a CPU,
-        whose high water would mostly be torch itself, weights and KV blocks in use. None of the dry model."""
-        if self._bytes is None:
-            return int(torch.cuda.max_memory_allocated()) if self._on_gpu else None
-        weights, block = self._bytes
-        return weights + block * max((record.kv.used_blocks for record in records), default=0)
 
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""

@@ -42,6 +42,8 @@ class Rank:
     """What measures in the process of a rank, with kernels, and a context for each of `names` in which ranks talk."""
 
     about: Mapping[str, str] = {}  # what it chose, for the page
+    # Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the same.
+    measure: Callable[..., dict[str, float | None]]
 
     def __init__(self, rank: int, store: Store, model: ModelConfig, spec: RanksSpec, *names: str) -> None:
         one = ParallelContext(rank, spec.ranks)
@@ -53,12 +55,6 @@ class Rank:
             name: replace(one, collectives=Collectives(PrefixStore(name, store), rank, spec.ranks, self.device))
             for name in names
         }
-
-    @property
-    def measure(self) -> Callable[..., dict[str, float | None]]:
-        """Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the
-        same."""
-        raise NotImplementedError
 
 
 class OverRanks(Probe):

@@ -250,13 +250,7 @@ class ExpertRow:
     tokens: tuple[str, ...]  # whole numbers, by expert
 
 
-TOLD_SPANS = (
-    "prefill",
-    "transfer",
-    "transfer_exposed",
-    "decode_wait",
-    "first_decode_step",
-)  # where told
+TOLD_SPANS = ("prefill", "transfer", "transfer_exposed", "decode_wait", "first_decode_step")
 _OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from experiments.lab.measure.kinds import Subject
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.assets import shipped_path
@@ -27,8 +28,9 @@ from mini_infer.modeling.loader import load_model, load_spec, resolve_device, re
 PAD = 0  # any id: padded positions are masked
 
 
-class HFGenerate:
-    """The model of `config` in transformers, with its SDPA attention, the engine's dtype and the same threads."""
+class HFGenerate(Subject):
+    """The model of `config` in transformers, with its SDPA attention, the engine's dtype and the same threads. Each
+    batch has a cache of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = load_checkpoint(config, "hf", "sdpa")
@@ -41,9 +43,6 @@ class HFGenerate:
         for first in range(0, len(items), concurrency):
             traces += self._batch(items[first : first + concurrency])
         return Served(tuple(traces), start, time.perf_counter())
-
-    def forget(self) -> None:
-        """Each batch has a cache of its own."""
 
     def close(self) -> None:
         del self._model
@@ -104,20 +103,17 @@ def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
             "Choose model=tiny, a Hugging Face folder, or a shape such as model=qwen3_0_6b"
         )
     transformers_logging.disable_progress_bar()  # it would stand between our own lines
-    load = _with_dummy_weights if config.load_format is LoadFormat.dummy else _load
-    model = load(config, attention)
-    model.to(resolve_device(config)).eval()
+    device = resolve_device(config)
+    if config.load_format is LoadFormat.dummy:
+        model = _with_dummy_weights(config, attention)
+    else:
+        dtype = "float32" if config.dtype is DType.auto and device.type == "cpu" else config.dtype.value
+        path = shipped_path(config.path) or config.path
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    model.to(device).eval()
     # `generate` fills what is left out from here: a checkpoint's end-of-sequence, its penalties, its temperature.
     model.generation_config = GenerationConfig()
     return model
-
-
-def _load(config: ModelConfig, attention: str) -> Any:
-    dtype: Any = config.dtype.value
-    if config.dtype is DType.auto and resolve_device(config).type == "cpu":
-        dtype = "float32"
-    path = shipped_path(config.path) or config.path
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
 
 
 def _with_dummy_weights(config: ModelConfig, attention: str) -> Any:
@@ -130,10 +126,9 @@ def _with_dummy_weights(config: ModelConfig, attention: str) -> Any:
     else:
         values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
         settings = AutoConfig.for_model(config.hf_config["model_type"], **values)
+    architecture = getattr(transformers, spec.architecture)
     with no_init_weights():  # parameters that nobody touches take no time and no memory
-        model = getattr(transformers, spec.architecture)._from_config(
-            settings, dtype=dtype, attn_implementation=attention
-        )
+        model = architecture._from_config(settings, dtype=dtype, attn_implementation=attention)
     weights = {name: tensor.memory for name, tensor in ours.checkpoint_tensors().items()}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()

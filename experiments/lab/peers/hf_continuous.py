@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import is_flash_attn_2_available
 
+from experiments.lab.measure.kinds import Subject
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
@@ -30,7 +31,7 @@ CPU_BATCH_TOKENS = 1024  # of one step: its mask has so many rows over the whole
 POLL_S = 1.0  # how often a wait looks whether the manager's thread still lives
 
 
-class HFContinuous:
+class HFContinuous(Subject):
     """On a GPU it sizes its KV cache itself, by `cache.gpu_memory_utilization`; on a CPU, where it would take nearly
     all of the machine's memory, it gets as much as the engine."""
 
@@ -80,9 +81,6 @@ class HFContinuous:
 
         served = outcomes.run(concurrency, send, advance)
         return replace(served, in_flight_s=None)  # its thread's times are not when answers are read here
-
-    def forget(self) -> None:
-        """Its requests share no blocks."""
 
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)

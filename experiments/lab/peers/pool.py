@@ -13,18 +13,14 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
-from experiments.lab.measure.kinds import Kind, LivingPeer, PeerAbsent, PeerError, PeerSettings
-from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, replace
 from mini_infer.core.errors import MiniInferError
 from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
@@ -34,29 +30,15 @@ CUDA = "cuda"
 RELEASE_S = 10.0  # the driver needs a second or two
 RELEASED = 0.9  # of what a process took: others may have taken some meanwhile
 BESIDE_GIB = 8.0  # of a process, beside its weights and its KV: activations, graphs, CUDA's own
-
-
-class Lease:
-    """The turn of a process that outlives it; `close` ends it."""
-
-    def __init__(self, process: LivingPeer, close: Callable[[], None]) -> None:
-        self.process, self.close = process, close
-        self.serve, self.forget = process.serve, process.forget
-        self.about: Mapping[str, Any] = {**process.about, "process": "its own, kept from pass to pass"}
-
-    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
-        """Raises NoProfile, as subjects.profile_decode does, and PeerError."""
-        assert isinstance(self.process, PeerProcess)
-        prompts = [list(item.prompt) for item in items]
-        return self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
+Living: TypeAlias = PeerProcess | over_http.OverHTTP | over_http.Bench  # have processes that stay for later passes
 
 
 class Peers:
-    def __init__(self, settings: PeerSettings) -> None:
-        self._settings = settings
-        self._processes: dict[str, LivingPeer] = {}
+    def __init__(self, settings: PeerSettings, keep: bool = False) -> None:
+        """`keep`: none is stopped to make room for another."""
+        self._settings, self._keep = settings, keep
+        self._processes: dict[str, PeerProcess | over_http.OverHTTP] = {}
         self._held: dict[str, int] = {}  # bytes of the GPU that they took when they started
-        self._leased: set[str] = set()  # keys of those whose turn it is
         self._absent: dict[Kind, str] = {}
         self._begun: dict[str, PeerProcess | PeerAbsent | PeerError] = {}  # or why they did not start
         self._bench: PeerProcess | None = None  # of `vllm bench serve`
@@ -93,19 +75,19 @@ class Peers:
             except (PeerAbsent, PeerError) as why:
                 self._begun[key] = why
 
-    def open(self, kind: Kind, config: EngineConfig) -> Lease | None:
-        """The peer, ready for a pass; None where `kind` runs in this process, for which there is room on the GPU now.
+    def open(self, kind: Kind, config: EngineConfig) -> Living | None:
+        """The peer, ready for a pass, which stays when that is over; None where `kind` runs in this process, for which
+        there is room on the GPU now.
 
         Raises PeerAbsent, ConfigError and PeerError, as PeerProcess does.
         """
         device = hardware.resolve(config.model.device)
         if kind.can.client_of is not None:
             server = self.open(kind.can.client_of, config)
-            assert server is not None
-            assert isinstance(server.process, over_http.OverHTTP)
+            assert isinstance(server, over_http.OverHTTP)
             if self._bench is None or not self._bench.alive:
                 self._bench = PeerProcess(kind.label, over_http.BENCH, EngineConfig(), self._settings.vllm)
-            return Lease(over_http.Bench(kind.label, server.process, self._bench), server.close)
+            return over_http.Bench(server, self._bench)
         if not _has_own_process(kind, device):
             self._make_room(config, device)
             return None
@@ -133,22 +115,20 @@ class Peers:
                 self._absent[kind] = str(error)
                 raise
             self._processes[key], self._held[key] = process, 0 if begun else free - _free(device)
-        self._leased.add(key)
-        return Lease(process, partial(self._leased.discard, key))
+        return process
 
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
         settings, threads = self._settings.of(kind), torch.get_num_threads()
         return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
 
     def _make_room(self, config: EngineConfig, device: str) -> None:
-        """Stops idle peers until the GPU has as much memory as `config` will take, first those started first."""
+        """Stops peers until the GPU has as much memory as `config` will take, first those started first."""
         if device != CUDA:
             return
         gc.collect()
         torch.cuda.empty_cache()  # what an engine has left lies in this process's allocator
-        idle = [key for key in self._processes if key not in self._leased]
-        while idle and _free(CUDA) < gpu_memory(config):
-            name = self._stop(idle.pop(0))
+        while self._processes and not self._keep and _free(CUDA) < gpu_memory(config):
+            name = self._stop(next(iter(self._processes)))
             print(
                 f"{name} is stopped to make room on the GPU, and starts again at its next turn; with less "
                 "cache.gpu_memory_utilization or cache.memory_gib it could stay",

@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.kinds import PeerAbsent, PeerError, ProcessSettings
-from experiments.lab.measure.profile import NoProfile
+from experiments.lab.measure.kinds import PeerAbsent, PeerError, ProcessSettings, Subject
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
@@ -43,7 +43,7 @@ LAST_LINES = 40  # of its log, in an error
 GONE_S = 10.0  # after a kill, the processes it had started have so long to leave the GPU
 
 
-class PeerProcess:
+class PeerProcess(Subject):
     """Whatever goes wrong while it is asked, Ctrl-C included, it is killed with all the processes it has started."""
 
     def __init__(
@@ -87,13 +87,18 @@ class PeerProcess:
 
     def ready(self) -> None:
         """To be called once, where it was not waited for. Raises as __init__ does."""
-        self.about: Mapping[str, Any] = self.receive("start")
+        self.about = self.receive("start")
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         return self.call("serve", "serve", items=tuple(items), concurrency=concurrency)
 
     def forget(self) -> None:
         self.call("forget its prefix cache", "forget")
+
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        """Raises NoProfile, as subjects.profile_decode does."""
+        prompts = [list(item.prompt) for item in items]
+        return self.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
         """What a method of the peer returns. Raises NoProfile as it does. `what` it does is for errors."""

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.measure.kinds import PeerAbsent
+from experiments.lab.measure.kinds import PeerAbsent, Subject
 from experiments.lab.measure.profile import CALM, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
@@ -62,7 +62,7 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
 
 
 @dataclass
-class VLLM:
+class VLLM(Subject):
     engine: Any  # vLLM's LLMEngine
     make_params: Any  # output tokens -> its SamplingParams
     about: Mapping[str, Any]
@@ -70,7 +70,39 @@ class VLLM:
     numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of passes
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        return drive(self.engine, items, self.make_params, f"pass-{next(self.numbers)}", concurrency)
+        """Prompts and parameters are made before the clock starts."""
+        engine, clock = self.engine, time.perf_counter
+        outcomes = Outcomes(items, clock, f"pass-{next(self.numbers)}-")
+        params = [self.make_params(item.output_tokens) for item in items]
+        token_ids: list[list[int]] = [[] for _ in items]
+        token_times: list[list[float]] = [[] for _ in items]
+
+        def send(index: int) -> None:
+            prompt = {"type": "token", "prompt_token_ids": outcomes.prompts[index]}
+            engine.add_request(outcomes.names[index], prompt, params[index], priority=items[index].priority)
+
+        def advance(due: float | None) -> bool:
+            if not outcomes.schedule.in_flight:
+                if due is not None:
+                    time.sleep(max(0.0, due - clock()))
+                return due is not None
+            if due is not None:  # until when an output of the engine's process is waited for
+                told = engine.engine_core.outputs_queue
+                with told.not_empty:
+                    if not told.not_empty.wait_for(lambda: told.queue, max(0.0, due - clock())):
+                        return True
+            outputs, now = engine.step(), outcomes.answered()
+            for output in outputs:
+                index, completion = outcomes.index_of[output.request_id], output.outputs[0]
+                token_ids[index] += completion.token_ids
+                token_times[index] += [now] * len(completion.token_ids)
+                if output.finished:
+                    reason, cached = completion.finish_reason, output.num_cached_tokens or 0
+                    error = "" if reason == "length" else f"vLLM ended it: {reason}"
+                    outcomes.end(index, error, token_times[index], token_ids[index], cached_tokens=cached)
+            return True
+
+        return outcomes.run(concurrency, send, advance)
 
     def forget(self) -> None:
         end = time.monotonic() + FORGET_S
@@ -109,45 +141,6 @@ class VLLM:
             engine.abort_request(names)
         newest = max(self.traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         return analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
-
-    def close(self) -> None:
-        """Its processes end with the one that it runs in."""
-
-
-def drive(engine: Any, items: Sequence[Item], make_params: Any, name: str, concurrency: int) -> Served:
-    """A pass; prompts and parameters are made before its clock starts."""
-    clock = time.perf_counter
-    outcomes = Outcomes(items, clock, f"{name}-")
-    params = [make_params(item.output_tokens) for item in items]
-    token_ids: list[list[int]] = [[] for _ in items]
-    token_times: list[list[float]] = [[] for _ in items]
-
-    def send(index: int) -> None:
-        prompt = {"type": "token", "prompt_token_ids": outcomes.prompts[index]}
-        engine.add_request(outcomes.names[index], prompt, params[index], priority=items[index].priority)
-
-    def advance(due: float | None) -> bool:
-        if not outcomes.schedule.in_flight:
-            if due is not None:
-                time.sleep(max(0.0, due - clock()))
-            return due is not None
-        if due is not None:  # until when an output of the engine's process is waited for
-            told = engine.engine_core.outputs_queue
-            with told.not_empty:
-                if not told.not_empty.wait_for(lambda: told.queue, max(0.0, due - clock())):
-                    return True
-        outputs, now = engine.step(), outcomes.answered()
-        for output in outputs:
-            index, completion = outcomes.index_of[output.request_id], output.outputs[0]
-            token_ids[index] += completion.token_ids
-            token_times[index] += [now] * len(completion.token_ids)
-            if output.finished:
-                reason, cached = completion.finish_reason, output.num_cached_tokens or 0
-                error = "" if reason == "length" else f"vLLM ended it: {reason}"
-                outcomes.end(index, error, token_times[index], token_ids[index], cached_tokens=cached)
-        return True
-
-    return outcomes.run(concurrency, send, advance)
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
