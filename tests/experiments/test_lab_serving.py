@@ -14,7 +14,8 @@ import pytest
 from small_runs import served_by
 
 from experiments.lab.load import client, subject
-from experiments.lab.load.client import Client, Target, read_answer
+from experiments.lab.load.client import Client, Target
+from experiments.lab.load.connection import read_answer
 from experiments.lab.measure import traces
 from experiments.lab.measure.kinds import ClientSettings, HTTPSettings, Kind, PeerAbsent, PeerError, PeerSettings
 from experiments.lab.measure.subjects import EngineSubject
