@@ -335,6 +335,23 @@ def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
     assert [row.value for row in again.rows] == [row.value for row in found.rows], "the same seed, the same result"
 
 
+@pytest.mark.parametrize("scale", ["tiny", "7b"])
+def test_what_is_not_simulated_is_left_out_of_what_is_simulated_alone(compose_config, scale: str) -> None:
+    """As long as it is not all that there is beside the baseline."""
+    machine = ["hardware=h200"] if scale == "7b" else ["hardware=cpu"]
+    tiers = Ablation.from_config(
+        compose_config("experiment=kv_tiers", "system=simulated", f"scale={scale}", *machine, "measure.aa=always")
+    )
+    assert [*tiers.variants] == ["none", "third", "host", "none again"]
+    assert tiers._notes == [
+        "Nothing is predicted of a third, and files: cache.disk_prefix_path=trial/kv_tiers: files of prefixes are not "
+        "simulated, host memory is. Leave it and cache.disk_prefix_gib unset."
+    ]
+    for experiment in ("expert_parallel", "spec_decode"):
+        with pytest.raises(ConfigError, match=r"^(parallel\.expert=2|speculation\.method=draft): "):
+            Ablation.from_config(compose_config(f"experiment={experiment}", "system=simulated", "hardware=cpu"))
+
+
 def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) -> None:
     replicas = Ablation.from_config(compose_config("experiment=replicas", "measure.predict=true"))
     assert replicas._predictions == {f"{name} predicted": name for name in replicas.spec.variants if "pred" not in name}
