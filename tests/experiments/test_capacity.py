@@ -55,13 +55,16 @@ def command_of(experiment: Capacity, plan: Plan) -> str:
 
 
 def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
-    """With other seeds, and but for these settings."""
+    """With other seeds, and but for these settings, and that of drafts where there are none."""
     program, *flags = shlex.split(command_of(experiment, plan))
     assert program == "mini-infer-serve"
     (started,) = parse(flags, {}).models
     assert started == ModelSettings(engine=started.engine)
-    simulated, served = (flat(e.to_dict()) for e in (experiment._engine(plan.settings, plan.replicas), started.engine))
-    assert {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)} <= {"seed", *but}
+    engine = experiment._engine(plan.settings, plan.replicas)
+    unread = () if engine.speculation.most else ("speculation.adaptive",)
+    simulated, served = (flat(e.to_dict()) for e in (engine, started.engine))
+    different = {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)}
+    assert different <= {"seed", *unread, *but}
 
 
 def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulated(compose_config) -> None:
@@ -76,6 +79,7 @@ def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulat
             plan = Plan(Point("", {}), settings, replicas, 0, {}, {}, 1.0, False)
             shape = flat({"model.hf_config": experiment._engine(settings, 1).model.hf_config})
             assert_same_engine(experiment, plan, "model.load_format", "model.hf_config", *shape)
+            assert "speculation" not in command_of(experiment, plan)
     assert "--model 'a folder/of Mine' --model.dtype=bfloat16 --model.device=cuda" in command_of(experiment, plan)
     assert "--model.max_model_len=16384" in command_of(experiment, plan)
 
@@ -213,6 +217,33 @@ def test_drafts_are_planned_too(compose_config) -> None:
     assert not any("acceptance" in note or "synthetic" in note.partition("mini-infer-serve")[2] for note in found.notes)
     (assumed,) = (note for note in found.notes if note.startswith("Assumed, not known"))
     assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
+
+
+def test_drafts_of_the_settings_that_are_tried_unasked_take_a_rate_alone(compose_config) -> None:
+    """Without it what is missing is named, with it they are planned."""
+    overrides = [
+        "experiment=capacity",
+        "scale=7b",
+        "hardware=h200",
+        *FEW,
+        "workload.count=40",
+        "workload.rate_per_s=20",
+    ]
+    notes = []
+    for rate in ([], ["engine.speculation.acceptance=0.6"]):
+        config = compose_config(*overrides, *rate)
+        tried = config.experiment.settings["engine.speculation.method"]
+        config.experiment.settings = {"engine.speculation.method": tried}
+        config.experiment.slo = {"ttft_ms": 500, "tpot_ms": 25}
+        notes.append(measured(config, Capacity)[1].notes)
+    (why,) = (note for note in notes[0] if note.startswith("Not possible"))
+    assert why == (
+        "Not possible: method=synthetic: speculation.method=synthetic needs the rate at which its drafts are accepted, "
+        "and none is given: set speculation.acceptance, to 0.6, say."
+    )
+    (worth,) = (note for note in notes[1] if note.startswith("speculation.method, all else as in the winner"))
+    assert worth.startswith("speculation.method, all else as in the winner: synthetic: 1 GPU")
+    assert not any(note.startswith("Not possible") for note in notes[1])
 
 
 def made_up_plan(gpus: int, ttft: float, used: float = 0.5, **settings: object) -> Plan:
