@@ -111,6 +111,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     count = best.values["engine.parallel.replicas"]
     assert count > 1
     assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. \S+% of the requests keep TTFT 60 ms", found.answer)
+    assert re.search(r"12 ms, and 90% need at most \d+% of the time that this allows(, which leaves|\.$)", found.answer)
     assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].removeprefix("Start it with: "))
     assert command[:4] == ["mini-infer-serve", "--model", "dry", "--model.load_format=dry"]
@@ -315,6 +316,27 @@ def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_ot
         "TTFT P90 41 ms; 2: 5 GPUs, TTFT P90 33 ms.",
     ]
     assert [(plan.gpus, plan.replicas) for plan in experiment._others(best)] == [(3, 3), (5, 5)], "of two settings"
+
+
+def test_why_one_of_several_layouts_with_as_many_gpus_was_picked_is_told(compose_config) -> None:
+    config = compose_config(*PLAN)
+    config.experiment.slo = {"ttft_ms": 100, "tpot_ms": 20}
+    experiment = Capacity.from_config(config)
+    best = made_up_plan(2, 40, 0.5, max_num_seqs=1)._replace(needs={"ttft_ms": 40.0, "tpot_ms": 10.0})
+    others = [
+        made_up_plan(2, 48, 0.48, max_num_seqs=2),
+        made_up_plan(2, 70, 0.7, max_num_seqs=3),
+        made_up_plan(3, 20, 0.2, max_num_seqs=4),  # more GPUs
+        made_up_plan(2, 99, 1.2, max_num_seqs=5),  # breaks it
+    ]
+    experiment._plans = {tuple(plan.settings.items()): plan for plan in [best, *others]}
+    assert experiment._picked(best) == (
+        "Why this one of 3 layouts that keep it with 2 GPUs: chosen is what leaves the most room below its tightest "
+        "bound. Here 90% of the requests need at most 50% of TPOT 20 ms, and of the tightest bounds of the others 48% "
+        "to 70%; less than 10% apart is equal, and then settings stay as they were."
+    )
+    experiment._plans = {tuple(best.settings.items()): best}
+    assert experiment._picked(best) == ""
 
 
 def test_beside_a_winner_with_all_gpus_stand_those_that_break_the_promise_with_as_many(compose_config) -> None:
