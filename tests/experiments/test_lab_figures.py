@@ -164,6 +164,7 @@ def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
 
 
 def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
+    """What is the best by the first panel need not be so by another, whose title does not say it."""
     points = {f"case {n}": {"case": f"case {n}"} for n in range(17)}
     found = [row for n, p in enumerate(points) for metric, x in (("ttft_p50_ms", 40 - n), ("output_tokens_per_s", 100))
              for row in rows({"new": x}, metric, p, repeats=1)]  # fmt: skip
@@ -172,11 +173,17 @@ def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told()
     )
     panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
     first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
-    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[5:]
-    assert first.get_title() == "the best 12 of 17, lower is better"
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[3:]
+    assert first.get_title() == "the best 14 of 17, lower is better"
+    assert second.get_title() == "the same 14 of 17, higher is better"
     assert texts(second) == ["all from 100 to 100"]
     (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
-    assert len(alone.patches) == 12, "somebody has to name the rows"
+    assert len(alone.patches) == 14, "somebody has to name the rows"
+    few = replace(given, info=replace(given.info, points=dict(list(points.items())[:14])))
+    assert [ax.get_title() for ax in gallery.panels(PlotSpec("plot", "A title", panels), few).axes] == [
+        "lower is better",
+        "higher is better",
+    ]
 
 
 def test_pairs_that_cannot_be_told_from_one_are_grey():
