@@ -81,6 +81,37 @@ def test_every_variant_has_its_share_of_the_rows():
     assert shown == [("a", "1"), ("a", "2"), ("b", "1"), ("b", "2"), ("c", "1")]
 
 
+@pytest.mark.parametrize(
+    ("bound", "value", "colour", "ticks"),
+    [
+        (Bound.ratio_at_most, 0.9, worth.WORSE, []),  # it is 1.5x
+        (Bound.ratio_at_most, 1.6, worth.BETTER, []),
+        (Bound.ratio_at_least, 1.6, worth.WORSE, [1.6]),
+        (Bound.ratio_at_least, 1.2, worth.BETTER, [1.2]),
+        (Bound.ratio_at_least, 1.5, worth.BETTER, [1.5]),  # no verdict, and better than without
+    ],
+)
+def test_a_claim_s_verdict_is_the_colour_whichever_side_it_is_on(bound, value, colour, ticks):
+    """Who claims that it is at most so good has nothing to reach."""
+    claim = Claim("output_tokens_per_s", "new", "concurrency=8", bound, value, "base", "concurrency=8", "simulated")
+    (ax,) = worth.forest(result(sizes=(8,), claims=(claim,), noise=0.01)).axes
+    (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert dot.get_xdata()[0] == pytest.approx(1.5, rel=0.05)
+    assert to_hex(dot.get_color()).upper() == colour
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == pytest.approx(ticks)
+
+
+def test_a_prediction_is_no_gain():
+    variants = {"base": "off", "base predicted": "off, predicted", "new": "on", "new predicted": "on, predicted"}
+    of_new = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8")
+    near = Claim("ttft_p50_ms", "new predicted", "concurrency=8", Bound.ratio_at_most, 1.05, "new", "concurrency=8")
+    given = result(variants=variants, gates=[], claims=(near, of_new))
+    assert {effect.cell[0] for effect in effects.shown(given, 5)} == {"new"}
+    about_predictions = replace(given, info=replace(given.info, claims=(near,)))
+    assert effects.shown(about_predictions, 5) == []
+    assert "effects" not in names(about_predictions)
+
+
 def test_what_is_not_told_from_one_is_grey():
     (ax,) = worth.forest(result(noise=0.8, seed=1)).axes
     (first, *_) = [line for line in ax.lines if line.get_marker() == "o"]
