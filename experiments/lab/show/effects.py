@@ -160,7 +160,7 @@ def _reference(claim: Claim, result: Result) -> Cell | None:
 
 def _with_bound(effect: Effect, claim: Claim) -> Effect:
     """A target is a claim of that name, or the first one that is no aim. That it is at most so good is none."""
-    if claim.upper is not None or claim.bound.is_floor != (effect.better is Better.higher):
+    if claim.upper is not None:
         return effect
     unit = 1.0
     if effect.reference is not None and not claim.bound.is_ratio:
@@ -168,6 +168,8 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
             return effect
         unit = effect.base.median
     effect = replace(effect, guards=effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1))
+    if claim.bound.is_floor != (effect.better is Better.higher):
+        return effect
     if claim.source.startswith(AIM):
         return replace(effect, aim=claim.value / unit)
     if effect.target is None or claim.source.startswith(TARGET):
