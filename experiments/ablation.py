@@ -72,7 +72,7 @@ class Ablation(Experiment):
         self._gate_at = self._named("gate_at") or self._grid
         made = list(self._made(config, labels))
         _require_ranks(made)
-        not_simulated = _not_simulated(made)
+        not_simulated = _not_simulated(made, spec.baseline if self._simulated else None)
         for why in dict.fromkeys(not_simulated.values()):
             names = [labels.pop(name).removesuffix(", predicted") for name, of in not_simulated.items() if of == why]
             self._notes.append(f"Nothing is predicted of {', '.join(names)}: {why}.")
@@ -299,18 +299,21 @@ def _one_engine(engine: EngineConfig) -> EngineConfig:
     return replace(engine, parallel=replace(engine.parallel.of_one, **between))
 
 
-def _not_simulated(made: Sequence[Cell]) -> dict[str, str]:
-    """Predictions of engines that the simulator does not know, and why. Raises ConfigError where one was asked for by
-    itself."""
+def _not_simulated(made: Sequence[Cell], baseline: str | None) -> dict[str, str]:
+    """Variants that are left out, since the simulator does not know their engines, and why: predictions, and where all
+    is simulated and its baseline is given others, too. Raises ConfigError where that leaves nothing to compare, or one
+    was asked for by itself."""
     found = dict[str, str]()
     for cell in made:
         try:
             if cell.kind is Kind.simulated:
                 require_simulated(cell.engine)
         except ConfigError as why:
-            if not cell.variant.endswith(PREDICTED):
+            if cell.engine_of == baseline or (baseline is None and not cell.variant.endswith(PREDICTED)):
                 raise
             found[cell.variant] = str(why)
+    if baseline is not None and found and all(cell.engine_of == baseline or cell.variant in found for cell in made):
+        raise ConfigError(next(iter(found.values())))
     return found
 
 

@@ -107,7 +107,8 @@ class Capacity(Experiment):
             unmeasured = list(self._unmeasured(best, steps))
             self._fill_fronts(best, steps)
             shown = [plan for plan in self._layouts.tried if plan.keeps]
-            notes = [answer, self._start(best), *unmeasured, *self._beside(best), *self._worth(best)]
+            found = [*unmeasured, *self._beside(best), *self._worth(best)]
+            notes = [answer, self._start(best), self._picked(best), *found]
         else:
             best, answer = self._nearest(best)
             shown = self._layouts.tried
@@ -229,10 +230,29 @@ class Capacity(Experiment):
                 self._layouts.simulate(plan.settings, count)
 
     def _kept(self, best: Plan) -> str:
-        near = ", which is nearer than the simulator may be off: measure it first" if best.used > 1 - TIE else ""
+        near = ", which leaves less room than the simulator may be off: measure it first" if best.used > 1 - TIE else ""
         return (
             f"The fewest: {best.words}, {best.point.name}. {best.values['slo_share']:.1%} of the requests keep "
-            f"{_told(self.spec.slo)}, and {self.spec.share:.0%} keep {best.used:.0%} of these bounds{near}."
+            f"{_told(self.spec.slo)}, and {self.spec.share:.0%} need at most {best.used:.0%} of the time that this "
+            f"allows{near}."
+        )
+
+    def _picked(self, best: Plan) -> str:
+        """Why this one, where others keep the promise with as many GPUs."""
+        others = [
+            plan.used for plan in self._candidates(best) if plan.keeps and plan.gpus == best.gpus and plan != best
+        ]
+        if not others:
+            return ""
+        slo = self.spec.slo
+        tightest = max(slo.bounds, key=lambda name: best.needs[name] / slo.bounds[name])
+        low, high = (f"{share:.0%}" for share in (min(others), max(others)))
+        return (
+            f"Why this one of {1 + len(others)} layouts that keep it with {best.words}: chosen is what leaves the most "
+            f"room below its tightest bound. Here {self.spec.share:.0%} of the requests need at most {best.used:.0%} "
+            f"of {_told(SLO(**{tightest: slo.bounds[tightest]}))}, and of the tightest bounds of the others "
+            f"{low if low == high else f'{low} to {high}'}; less than {TIE:.0%} apart is equal, and then settings stay "
+            "as they were."
         )
 
     def _start(self, best: Plan) -> str:
@@ -259,9 +279,9 @@ class Capacity(Experiment):
                     told.append(f"{name}: {self._worth_of(plan)}")
         if told:
             yield (
-                "Nobody has measured these, which are estimated from one rank, or what a roofline, or a pipeline that "
-                f"hands on in no time, allows at best: {'; '.join(told)}. "
-                "`experiment=calibrate` with that setting tells what they take."
+                f"Nobody has measured these, and so they do not compete: {'; '.join(told)}. What is shown of them is "
+                "an estimate from the steps of one rank, or a bound that no step can beat: the roofline, or stages of "
+                "a pipeline that hand on in no time. `experiment=calibrate` with that setting tells what they take."
             )
 
     def _others(self, best: Plan) -> list[Plan]:

@@ -31,6 +31,7 @@ from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, req
 from experiments.lab.points import Point, find_point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several
+from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
@@ -67,6 +68,10 @@ METRICS = {
     "slo_rate_per_s": Metric(f"highest measured rate at which {100 * IN_TIME:.0f} % met the SLO", "requests/s", HIGH),
     "moved_share": Metric("share of prompts computed apart", "", HIGH, share=True),
 }
+NOT_SIMULATED = (
+    "Left out, since they are not simulated: prompts that come alone, whose time to the first token has parts; loads "
+    "beside streams; and vLLM's engines."
+)
 GATE_TOKENS, GATE_REQUESTS = 24, 6
 
 
@@ -109,7 +114,7 @@ class Disaggregation(Probe):
         *("engine.attention", "engine.cache", "engine.graphs", "engine.model", "engine.numerics", "engine.scheduler"),
         *("engine.parallel.routing", "engine.speculation", "hardware"),
         *("measure.aa", "measure.costs", "measure.gates", "measure.predict", "measure.repeats", "measure.seed"),
-        "peers.vllm",
+        *("measure.system", "peers.vllm"),
     )
     spec: DisaggregationSpec
     baseline = TOGETHER
@@ -119,7 +124,16 @@ class Disaggregation(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        spec, self.device = self.spec, self.engine.model.device
+        spec, system = self.spec, self.settings.system
+        if system not in (None, Kind.simulated):
+            raise ConfigError(
+                f"system={system.value}: disaggregation measures engines of mini-infer, and vLLM's beside them where "
+                f"experiment.mixes have {VLLM} in `by`. Choose system=simulated, or leave it out"
+            )
+        self._only_simulated = system is not None
+        # What is only simulated asks nothing of this machine.
+        self.device = Device.cpu if self._only_simulated else self.engine.model.device
+        self.generates = not self._only_simulated
         alone = [Point.of({"prompt_tokens": length}) for length in spec.prompt_tokens]
         self._rng = np.random.default_rng(self.settings.seed)
         self._requests: list[RequestRow] = []  # of loads
@@ -139,17 +153,39 @@ class Disaggregation(Probe):
         if self.aa is not None:
             own, asked = of[TOGETHER], enumerate(spec.again_at)
             of[self.aa] = [find_point(own, at, f"experiment.again_at[{i}]") for i, at in asked] or own
-        self._predictions, endless = dict[str, str](), [mix.name for mix in spec.mixes if mix.streams]
-        for variant in (TOGETHER, APART, AUTO) if self.settings.predict else ():
-            name = variant + PREDICTED
-            self._predictions[name], labels[name] = variant, f"{labels[variant]}, predicted"
-            of[name] = [load for load in loads if load in of[variant] and load.values["mix"] not in endless]
+        endless = [mix.name for mix in spec.mixes if mix.streams]
+        known = {  # to the simulator
+            variant: [point for point in own if point in loads and point.values["mix"] not in endless]
+            for variant, own in of.items()
+            if self.of_arm(variant) in (TOGETHER, APART, AUTO)
+        }
+        self._simulated_as, self._predictions = dict[str, str](), dict[str, str]()
+        if self._only_simulated:
+            self._simulated_as = {variant: self.of_arm(variant) for variant in known}
+            of = {variant: known.get(variant, []) for variant in of}
+            self.spec = replace(spec, claims=())  # which it proves nothing of
+            self.points = [*(load for load in loads if any(load in own for own in of.values())), *self._whole]
+        elif self.settings.predict:
+            self._predictions = {variant + PREDICTED: variant for variant in known if variant != self.aa}
+            self._simulated_as = self._predictions
+            labels |= {name: f"{labels[variant]}, predicted" for name, variant in self._predictions.items()}
+            of |= {name: known[variant] for name, variant in self._predictions.items()}
         self.variants = {variant: label for variant, label in labels.items() if of[variant]}
         # The baseline's arms one behind the other, which the same engines serve.
         order = sorted(of, key=lambda variant: self.of_arm(variant) != TOGETHER)
         self.timed = [(variant, point) for variant in order for point in of[variant]]
 
+    @property
+    def hardware_key(self) -> str:
+        return f"{SIMULATED}{self.simulator.key(self.engine)}" if self._only_simulated else super().hardware_key
+
     def measure(self, steps: Steps) -> Findings:
+        if self._only_simulated:
+            configs = [_config(self.engine, self.of_arm(variant)) for variant in self.variants]
+            sources = dict.fromkeys(self.simulator.setup(config).found.source for config in configs)
+            notes = [NOT_SIMULATED, *(f"What simulated steps take: {source}." for source in sources)]
+            found = super().measure(steps)
+            return replace(found, notes=[*notes, *self.simulator.beyond()])
         keep = self.spec.keep_engines
         with ExitStack() as beside:  # it loads while the gates are asked
             if VLLM in self.variants:
@@ -174,7 +210,7 @@ class Disaggregation(Probe):
         if variant == VLLM:
             assert self._peer is not None
             return self._beside(self._peer, point)
-        if variant in self._predictions:
+        if variant in self._simulated_as:
             return self._simulated(variant, point)
         engines = self._engines
         engines.use(_config(self.engine, self.of_arm(variant)))
@@ -264,7 +300,7 @@ class Disaggregation(Probe):
         """What is predicted of the load: the same each time, and so once."""
         if self.repeat:
             return {}
-        items, setup = self._items(point), self.simulator.setup(_config(self.engine, self._predictions[variant]))
+        items, setup = self._items(point), self.simulator.setup(_config(self.engine, self._simulated_as[variant]))
         self._reason = ""
         return self._of_load(variant, point, drive(setup.cluster(), items, len(items)))
 

@@ -1,4 +1,4 @@
-"""What simulating takes: CPU time and memory of an hour of clusters of several sizes, at one rate for each replica.
+"""What simulating takes: time and memory of an hour of clusters of several sizes, at one rate for each replica.
 
 It is no ablation: nothing is served. Costs of steps are made up, about those of a 7B model on an H200.
 """
@@ -44,9 +44,12 @@ COSTS = FittedCosts(
 LIMITS = Limits(max_model_len=16_384, reason="the benchmark", num_blocks=20_000, num_host_blocks=0)
 METRICS = {
     "request_us": Metric("CPU time of a simulated request", "us", Better.lower),
-    "hour_cpu_s": Metric("CPU time of a simulated hour", "s", Better.lower),
+    "hour_wall_s": Metric("wall time of a simulated hour, all processes at once", "s", Better.lower),
     "hour_s": Metric("CPU time of a simulated hour, of the process that takes longest", "s", Better.lower),
+    "hour_cpu_s": Metric("CPU time of a simulated hour, of all processes", "s", Better.lower),
     "grown_mib": Metric("memory that the processes take for it, at most", "MiB", Better.lower),
+    "late_mib": Metric("memory of that which was not taken in the first half of the time", "MiB", Better.lower),
+    "peak_mib": Metric("memory of the processes at their peaks, with Python and libraries", "MiB", Better.lower),
     "ttft_ms": Metric("time to first token that is simulated, mean", "ms", Better.lower),
 }
 
@@ -70,31 +73,49 @@ class SimulatorSpeed(Probe):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.points = [Point.of({"replicas": count}) for count in self.spec.replicas]
+        self.points = [Point(_named(count, self._cells(count)), {"replicas": count}) for count in self.spec.replicas]
+
+    def _cells(self, replicas: int) -> int:
+        return min(self.spec.cells, replicas)
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         spec, count = self.spec, point.values["replicas"]
-        cells = min(spec.cells, count)
+        cells = self._cells(count)
         shares = [len(range(cell, count, cells)) for cell in range(cells)]
         gc.collect()
         work = [(spec, self.engine, share, (self.settings.seed, cell)) for cell, share in enumerate(shares)]
+        started = time.perf_counter()
         with ProcessPoolExecutor(cells, multiprocessing.get_context("fork")) as pool:  # none of them touches torch
             done = list(pool.map(simulate, *zip(*work, strict=True)))
+            took = time.perf_counter() - started
         cpu_s, requests = sum(cell.cpu_s for cell in done), sum(cell.requests for cell in done)
         hours = spec.simulated_s / 3600
         return {
             "request_us": 1e6 * cpu_s / requests,
-            "hour_cpu_s": cpu_s / hours,
+            "hour_wall_s": took / hours,
             "hour_s": max(cell.cpu_s for cell in done) / hours,
+            "hour_cpu_s": cpu_s / hours,
             "grown_mib": sum(cell.grown_mib for cell in done),
+            "late_mib": sum(cell.late_mib for cell in done),
+            "peak_mib": sum(cell.peak_mib for cell in done),
             "ttft_ms": 1e3 * sum(cell.waited_s for cell in done) / requests,
         }
+
+
+def _named(replicas: int, cells: int) -> str:
+    """What is simulated: cells are not one cluster, since no router sees the others' replicas."""
+    engines = f"{replicas} replica{'s' if replicas > 1 else ''}"
+    if cells == 1:
+        return f"{engines} behind one router"
+    return f"{engines}, {replicas / cells:g} behind each of {cells} routers"
 
 
 class Cell(NamedTuple):
     requests: int
     cpu_s: float
-    grown_mib: float
+    grown_mib: float  # at the peak
+    late_mib: float  # of these, in the second half of the time
+    peak_mib: float  # all of the process's
     waited_s: float  # for first tokens, all requests together
 
 
@@ -108,19 +129,22 @@ def simulate(spec: SpeedSpec, engine: EngineConfig, replicas: int, seed: tuple[i
     )
     gc.disable()  # block pools are long lists, and what has ended is in no cycle: `grown_mib` would show it
     sent = ended = 0
-    waited = 0.0
+    waited = at_half = 0.0
     started = time.process_time()
     for due, start, prompt, output in _load(spec, replicas, len(tokens), rng):
         while (request := cluster.advance(due)) is not None:
             ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
         cluster.send("", tokens[start : start + prompt], output, due)
         sent += 1
+        if not at_half and due >= spec.simulated_s / 2:
+            at_half = _peak_mib()
     while (request := cluster.advance()) is not None:
         ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
     took = time.process_time() - started
     if ended != sent:
         raise RuntimeError(f"{ended} of {sent} requests have ended")
-    return Cell(sent, took, _peak_mib() - before, waited)
+    peak = _peak_mib()
+    return Cell(sent, took, peak - before, peak - (at_half or peak), peak, waited)
 
 
 def _load(

@@ -100,9 +100,15 @@ class SpeculationConfig:
                 f"speculation.draft goes with speculation.method=draft or synthetic, not {method.value}: no model "
                 "proposes there"
             )
-        if (self.acceptance is not None) != (method is SpeculationMethod.synthetic):
+        if method is SpeculationMethod.synthetic and self.acceptance is None:
             raise ConfigError(
-                "speculation.acceptance is the rate of speculation.method=synthetic, which needs one, and of no other"
+                "speculation.method=synthetic needs the rate at which its drafts are accepted, and none is given: set "
+                "speculation.acceptance, to 0.6, say"
+            )
+        if method is not SpeculationMethod.synthetic and self.acceptance is not None:
+            raise ConfigError(
+                f"speculation.acceptance={self.acceptance:g} goes with speculation.method=synthetic, not "
+                f"{method.value}, whose drafts the target judges: leave it unset"
             )
 
     @property

@@ -33,9 +33,11 @@ def require_simulated(config: EngineConfig) -> None:
     depends on a text, or on another model, what is drafted and accepted."""
     drafts = config.speculation
     if drafts.most and (drafts.rate is None or drafts.has_draft_model or drafts.adaptive):
+        wrong = "speculation.adaptive=true" if drafts.adaptive else "speculation.draft"
+        asked = f"speculation.method={drafts.method.value}" + (f" with {wrong}" if drafts.rate is not None else "")
         raise ConfigError(
-            f"speculation.method={drafts.method.value}: a simulated engine has no text, no draft model and nothing "
-            "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
+            f"{asked}: a simulated engine has no text, no draft model and nothing to weigh drafts with. Set "
+            "speculation.method=synthetic with speculation.acceptance (0.6, say), without a draft, and "
             "speculation.adaptive=false; or speculation.method=none"
         )
     if config.parallel.expert > 1:

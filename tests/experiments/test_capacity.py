@@ -55,13 +55,16 @@ def command_of(experiment: Capacity, plan: Plan) -> str:
 
 
 def assert_same_engine(experiment: Capacity, plan: Plan, *but: str) -> None:
-    """With other seeds, and but for these settings."""
+    """With other seeds, and but for these settings, and that of drafts where there are none."""
     program, *flags = shlex.split(command_of(experiment, plan))
     assert program == "mini-infer-serve"
     (started,) = parse(flags, {}).models
     assert started == ModelSettings(engine=started.engine)
-    simulated, served = (flat(e.to_dict()) for e in (experiment._engine(plan.settings, plan.replicas), started.engine))
-    assert {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)} <= {"seed", *but}
+    engine = experiment._engine(plan.settings, plan.replicas)
+    unread = () if engine.speculation.most else ("speculation.adaptive",)
+    simulated, served = (flat(e.to_dict()) for e in (engine, started.engine))
+    different = {key for key in simulated.keys() | served.keys() if simulated.get(key) != served.get(key)}
+    assert different <= {"seed", *unread, *but}
 
 
 def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulated(compose_config) -> None:
@@ -76,6 +79,7 @@ def test_the_command_of_every_layout_of_a_gpu_starts_the_engine_that_was_simulat
             plan = Plan(Point("", {}), settings, replicas, 0, {}, {}, 1.0, False)
             shape = flat({"model.hf_config": experiment._engine(settings, 1).model.hf_config})
             assert_same_engine(experiment, plan, "model.load_format", "model.hf_config", *shape)
+            assert "speculation" not in command_of(experiment, plan)
     assert "--model 'a folder/of Mine' --model.dtype=bfloat16 --model.device=cuda" in command_of(experiment, plan)
     assert "--model.max_model_len=16384" in command_of(experiment, plan)
 
@@ -107,6 +111,7 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     count = best.values["engine.parallel.replicas"]
     assert count > 1
     assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. \S+% of the requests keep TTFT 60 ms", found.answer)
+    assert re.search(r"12 ms, and 90% need at most \d+% of the time that this allows(, which leaves|\.$)", found.answer)
     assert "What a layout does not name is as given: max_num_seqs=8." in found.notes
     command = shlex.split(found.notes[0].removeprefix("Start it with: "))
     assert command[:4] == ["mini-infer-serve", "--model", "dry", "--model.load_format=dry"]
@@ -215,6 +220,33 @@ def test_drafts_are_planned_too(compose_config) -> None:
     assert "that drafts are accepted at a rate of 0.8. The commands take them from ngram, which loads no" in assumed
 
 
+def test_drafts_of_the_settings_that_are_tried_unasked_take_a_rate_alone(compose_config) -> None:
+    """Without it what is missing is named, with it they are planned."""
+    overrides = [
+        "experiment=capacity",
+        "scale=7b",
+        "hardware=h200",
+        *FEW,
+        "workload.count=40",
+        "workload.rate_per_s=20",
+    ]
+    notes = []
+    for rate in ([], ["engine.speculation.acceptance=0.6"]):
+        config = compose_config(*overrides, *rate)
+        tried = config.experiment.settings["engine.speculation.method"]
+        config.experiment.settings = {"engine.speculation.method": tried}
+        config.experiment.slo = {"ttft_ms": 500, "tpot_ms": 25}
+        notes.append(measured(config, Capacity)[1].notes)
+    (why,) = (note for note in notes[0] if note.startswith("Not possible"))
+    assert why == (
+        "Not possible: method=synthetic: speculation.method=synthetic needs the rate at which its drafts are accepted, "
+        "and none is given: set speculation.acceptance, to 0.6, say."
+    )
+    (worth,) = (note for note in notes[1] if note.startswith("speculation.method, all else as in the winner"))
+    assert worth.startswith("speculation.method, all else as in the winner: synthetic: 1 GPU")
+    assert not any(note.startswith("Not possible") for note in notes[1])
+
+
 def made_up_plan(gpus: int, ttft: float, used: float = 0.5, **settings: object) -> Plan:
     keys = {f"engine.scheduler.{name}": value for name, value in settings.items()}
     values = {"gpus": gpus, "ttft_p90_ms": ttft, "slo_share": 1.0}
@@ -284,6 +316,27 @@ def test_what_a_setting_was_worth_is_told_against_plans_that_are_alike_in_all_ot
         "TTFT P90 41 ms; 2: 5 GPUs, TTFT P90 33 ms.",
     ]
     assert [(plan.gpus, plan.replicas) for plan in experiment._others(best)] == [(3, 3), (5, 5)], "of two settings"
+
+
+def test_why_one_of_several_layouts_with_as_many_gpus_was_picked_is_told(compose_config) -> None:
+    config = compose_config(*PLAN)
+    config.experiment.slo = {"ttft_ms": 100, "tpot_ms": 20}
+    experiment = Capacity.from_config(config)
+    best = made_up_plan(2, 40, 0.5, max_num_seqs=1)._replace(needs={"ttft_ms": 40.0, "tpot_ms": 10.0})
+    others = [
+        made_up_plan(2, 48, 0.48, max_num_seqs=2),
+        made_up_plan(2, 70, 0.7, max_num_seqs=3),
+        made_up_plan(3, 20, 0.2, max_num_seqs=4),  # more GPUs
+        made_up_plan(2, 99, 1.2, max_num_seqs=5),  # breaks it
+    ]
+    experiment._plans = {tuple(plan.settings.items()): plan for plan in [best, *others]}
+    assert experiment._picked(best) == (
+        "Why this one of 3 layouts that keep it with 2 GPUs: chosen is what leaves the most room below its tightest "
+        "bound. Here 90% of the requests need at most 50% of TPOT 20 ms, and of the tightest bounds of the others 48% "
+        "to 70%; less than 10% apart is equal, and then settings stay as they were."
+    )
+    experiment._plans = {tuple(best.settings.items()): best}
+    assert experiment._picked(best) == ""
 
 
 def test_beside_a_winner_with_all_gpus_stand_those_that_break_the_promise_with_as_many(compose_config) -> None:

@@ -216,6 +216,35 @@ def test_loads_are_predicted_by_the_simulator(compose_config: Any) -> None:
     assert loads.values(*predicted[0]) == {}
 
 
+def test_loads_are_simulated_alone(compose_config: Any) -> None:
+    """By engines that do both and engines apart; nothing is started, and what is not simulated is told."""
+    beside = "{name: beside streams, prompt_tokens: 9, output_tokens: 2, rates_per_s: [4], streams: 2}"
+    mixes = f"experiment.mixes=[{MIX}, by: [together, apart, auto, vllm]}}, {beside}]"
+    loads = made(compose_config, "system=simulated", "engine.model.dry.step_ms=5", mixes, "measure.repeats=2")
+    assert [*loads.variants] == [TOGETHER, APART, AUTO]
+    assert [point.name for point in loads.points] == [
+        *("mix=long prompts rate_per_s=20.0", "mix=long prompts rate_per_s=40.0", "load=long prompts")
+    ]
+    assert (loads.hardware_key, loads.generates) == ("simulated-cpu", False)
+    with Steps("test") as steps:
+        found = loads.measure(steps)
+    ttft = {row.variant: row.value for row in found.rows if row.metric == "ttft_ms" and "20.0" in row.point}
+    assert ttft == pytest.approx({TOGETHER: 5, APART: 10, AUTO: ttft[AUTO]}, abs=4)
+    knees = {row.variant: row.value for row in found.rows if row.metric == "slo_rate_per_s"}
+    assert knees == {TOGETHER: 40, APART: 40, AUTO: 40}
+    assert (found.status, found.gates, found.peers) == ("complete", (), {})
+    left_out, *sources = found.notes
+    assert left_out == disaggregation.NOT_SIMULATED
+    assert all(source.startswith("What simulated steps take: the dry model's own") for source in sources)
+
+
+def test_a_system_that_has_no_roles_is_refused(compose_config: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"system=hf: disaggregation measures .* Choose system=simulated, or leave it"
+    ):
+        made(compose_config, "system=hf")
+
+
 def test_what_cannot_serve_a_load_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stream cannot serve the load 'x'. Choose in its `by` from together, apart"):
         Mix("x", 4, 4, (1.0,), by=(TOGETHER, STREAM))

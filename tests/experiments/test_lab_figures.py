@@ -81,6 +81,37 @@ def test_every_variant_has_its_share_of_the_rows():
     assert shown == [("a", "1"), ("a", "2"), ("b", "1"), ("b", "2"), ("c", "1")]
 
 
+@pytest.mark.parametrize(
+    ("bound", "value", "colour", "ticks"),
+    [
+        (Bound.ratio_at_most, 0.9, worth.WORSE, []),  # it is 1.5x
+        (Bound.ratio_at_most, 1.6, worth.BETTER, []),
+        (Bound.ratio_at_least, 1.6, worth.WORSE, [1.6]),
+        (Bound.ratio_at_least, 1.2, worth.BETTER, [1.2]),
+        (Bound.ratio_at_least, 1.5, worth.BETTER, [1.5]),  # no verdict, and better than without
+    ],
+)
+def test_a_claim_s_verdict_is_the_colour_whichever_side_it_is_on(bound, value, colour, ticks):
+    """Who claims that it is at most so good has nothing to reach."""
+    claim = Claim("output_tokens_per_s", "new", "concurrency=8", bound, value, "base", "concurrency=8", "simulated")
+    (ax,) = worth.forest(result(sizes=(8,), claims=(claim,), noise=0.01)).axes
+    (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert dot.get_xdata()[0] == pytest.approx(1.5, rel=0.05)
+    assert to_hex(dot.get_color()).upper() == colour
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == pytest.approx(ticks)
+
+
+def test_a_prediction_is_no_gain():
+    variants = {"base": "off", "base predicted": "off, predicted", "new": "on", "new predicted": "on, predicted"}
+    of_new = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8")
+    near = Claim("ttft_p50_ms", "new predicted", "concurrency=8", Bound.ratio_at_most, 1.05, "new", "concurrency=8")
+    given = result(variants=variants, gates=[], claims=(near, of_new))
+    assert {effect.cell[0] for effect in effects.shown(given, 5)} == {"new"}
+    about_predictions = replace(given, info=replace(given.info, claims=(near,)))
+    assert effects.shown(about_predictions, 5) == []
+    assert "effects" not in names(about_predictions)
+
+
 def test_what_is_not_told_from_one_is_grey():
     (ax,) = worth.forest(result(noise=0.8, seed=1)).axes
     (first, *_) = [line for line in ax.lines if line.get_marker() == "o"]
@@ -164,6 +195,7 @@ def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
 
 
 def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
+    """What is the best by the first panel need not be so by another, whose title does not say it."""
     points = {f"case {n}": {"case": f"case {n}"} for n in range(17)}
     found = [row for n, p in enumerate(points) for metric, x in (("ttft_p50_ms", 40 - n), ("output_tokens_per_s", 100))
              for row in rows({"new": x}, metric, p, repeats=1)]  # fmt: skip
@@ -172,11 +204,17 @@ def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told()
     )
     panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
     first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
-    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[5:]
-    assert first.get_title() == "the best 12 of 17, lower is better"
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[3:]
+    assert first.get_title() == "the best 14 of 17, lower is better"
+    assert second.get_title() == "the same 14 of 17, higher is better"
     assert texts(second) == ["all from 100 to 100"]
     (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
-    assert len(alone.patches) == 12, "somebody has to name the rows"
+    assert len(alone.patches) == 14, "somebody has to name the rows"
+    few = replace(given, info=replace(given.info, points=dict(list(points.items())[:14])))
+    assert [ax.get_title() for ax in gallery.panels(PlotSpec("plot", "A title", panels), few).axes] == [
+        "lower is better",
+        "higher is better",
+    ]
 
 
 def test_pairs_that_cannot_be_told_from_one_are_grey():

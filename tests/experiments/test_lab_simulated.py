@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +213,63 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
         Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
 
 
+def gpu_engine(compose_config, *overrides: str) -> EngineConfig:
+    from experiments.lab import schema
+
+    return schema.engine_config(compose_config("scale=7b", "engine.cache.memory_gib=null", *overrides).engine)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["model=qwen3_32b", "engine.cache.memory_gib=90"],
+            r"Qwen3-32B on 1 of NVIDIA H200: weights of 61\.0 GiB, steps of 2\.4 GiB and KV of 90\.0 GiB "
+            r"\(engine\.cache\.memory_gib=90\) take more than the 139\.8 GiB there are\. Lower "
+            r"engine\.cache\.memory_gib to 76\.\d, .* With engine\.parallel\.tensor=2 it fits$",
+        ),
+        (["engine.cache.memory_gib=138"], r"weights of 14\.2 GiB, .* KV of 138\.0 GiB .*memory_gib to 123\.\d, raise"),
+        (
+            ["engine.cache.num_blocks=5000000"],
+            r"KV of 4272\.5 GiB \(engine\.cache\.num_blocks=5000000\) take .* Lower engine\.cache\.num_blocks to "
+            r"14\d{4}, raise engine\.parallel\.tensor, or quantize the weights$",
+        ),
+        (["engine.model.quantization=w8a8", "engine.cache.memory_gib=135"], r"weights of 8\.1 GiB, .* to 129\.\d, "),
+        (["model=qwen3_32b", "engine.parallel.tensor=2", "engine.cache.memory_gib=120"], r"on 2 .* of 30\.5 GiB"),
+    ],
+)
+def test_kv_that_does_not_fit_beside_the_weights_is_refused(compose_config, overrides: list[str], why: str) -> None:
+    """Whoever says how much it is: what the error advises fits."""
+    with pytest.raises(ConfigError, match=why) as refused:
+        Simulator(GPU, 1).setup(gpu_engine(compose_config, *overrides))
+    key, most = re.findall(r"Lower (\S+) to ([\d.]+),", str(refused.value))[0]
+    assert Simulator(GPU, 1).setup(gpu_engine(compose_config, *overrides, f"{key}={most}")).limits.num_blocks > 1000
+
+
+def test_kv_fits_that_the_batch_takes_less_of(compose_config) -> None:
+    """More memory than it can use is not taken, and of a GPU whose memory is not known nothing is refused."""
+    few = ["engine.scheduler.max_num_seqs=4", "engine.cache.memory_gib=138", "engine.model.max_model_len=4096"]
+    assert Simulator(GPU, 1).setup(gpu_engine(compose_config, *few)).limits.num_blocks == 4 * 256
+    unknown = dataclasses.replace(GPU, memory_gib=None)
+    asked = gpu_engine(compose_config, "engine.cache.num_blocks=5000000")
+    assert Simulator(unknown, 1).setup(asked).limits.num_blocks == 5_000_000
+    with pytest.raises(ConfigError, match=r"how much memory the simulated GPU has is not known: choose hardware="):
+        Simulator(unknown, 1).setup(gpu_engine(compose_config))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpus_memory_holds_the_weights_and_kv_of_all_its_ranks(compose_config, ranks: int) -> None:
+    host = Hardware(
+        "a CPU", device=Device.cpu, host_memory_gib=24.0, ceilings=(dataclasses.replace(GPU.ceilings[0], threads=1),)
+    )
+    engine = gpu_engine(compose_config, "engine.model.device=cpu", f"engine.parallel.tensor={ranks}")
+    assert Simulator(host, 1).setup(engine).limits.num_blocks * 16 * 57344 // ranks <= 2**29
+    with pytest.raises(ConfigError, match=rf"KV of 12\.0 GiB .* more than the {24 // ranks}\.0 GiB there are"):
+        Simulator(host, 1).setup(replace(engine, cache={"memory_gib": 12.0}))
+    with pytest.raises(ConfigError, match=r"weights of .* leave no room for KV in"):
+        Simulator(dataclasses.replace(host, host_memory_gib=10.0), 1).setup(engine)
+
+
 @pytest.mark.parametrize("own", [1, 2**40])
 def test_swap_space_is_the_chosen_machines(monkeypatch: pytest.MonkeyPatch, own: int) -> None:
     """Half of its memory at most, whatever is free where it is simulated."""
@@ -275,6 +333,23 @@ def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
     assert ttft["on"] < ttft["off"] / 2
     again = measured(config)[1]
     assert [row.value for row in again.rows] == [row.value for row in found.rows], "the same seed, the same result"
+
+
+@pytest.mark.parametrize("scale", ["tiny", "7b"])
+def test_what_is_not_simulated_is_left_out_of_what_is_simulated_alone(compose_config, scale: str) -> None:
+    """As long as it is not all that there is beside the baseline."""
+    machine = ["hardware=h200"] if scale == "7b" else ["hardware=cpu"]
+    tiers = Ablation.from_config(
+        compose_config("experiment=kv_tiers", "system=simulated", f"scale={scale}", *machine, "measure.aa=always")
+    )
+    assert [*tiers.variants] == ["none", "third", "host", "none again"]
+    assert tiers._notes == [
+        "Nothing is predicted of a third, and files: cache.disk_prefix_path=trial/kv_tiers: files of prefixes are not "
+        "simulated, host memory is. Leave it and cache.disk_prefix_gib unset."
+    ]
+    for experiment in ("expert_parallel", "spec_decode"):
+        with pytest.raises(ConfigError, match=r"^(parallel\.expert=2|speculation\.method=draft): "):
+            Ablation.from_config(compose_config(f"experiment={experiment}", "system=simulated", "hardware=cpu"))
 
 
 def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) -> None:

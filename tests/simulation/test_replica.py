@@ -166,6 +166,9 @@ def test_what_can_never_be_served_is_refused() -> None:
     drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
         replica(config=drafts)
+    weighed = replace(CONFIG, speculation=SpeculationConfig(method="synthetic", acceptance=0.5))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"method=synthetic with speculation\.adaptive=true: a simulated engine has"):
+        replica(config=weighed)
 
 
 def test_stages_compute_other_requests_meanwhile() -> None:

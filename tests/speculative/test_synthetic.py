@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from at_rate import stands_at_rate
 
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.core.uniforms import hash_seeds
 from mini_infer.speculative.proposers.synthetic import synthetic_drafts
 
@@ -37,3 +39,11 @@ def test_drafts_are_a_function_of_seed_and_place() -> None:
     assert synthetic_drafts(3, 12, 4, 1_000) == drafts[2:]
     assert synthetic_drafts(4, 10, 6, 1_000) != drafts
     assert synthetic_drafts(3, 10, 0, 1_000) == []
+
+
+def test_a_rate_goes_with_drafts_at_a_rate() -> None:
+    with pytest.raises(ConfigError, match=r"synthetic needs the rate .* set speculation\.acceptance, to 0\.6, say$"):
+        SpeculationConfig(SpeculationMethod.synthetic)
+    with pytest.raises(ConfigError, match=r"acceptance=0\.6 goes with speculation\.method=synthetic, not ngram"):
+        SpeculationConfig(SpeculationMethod.ngram, acceptance=0.6)
+    assert SpeculationConfig(acceptance=0.6).rate is None, "it waits until there is a method"

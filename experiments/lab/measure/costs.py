@@ -122,7 +122,7 @@ class Target:
     device: str  # cpu or cuda; a simulated one need not be there
     machine: str  # its name, as hardware.name gives it
     threads: int
-    memory_gib: float | None = None  # of one device; None: not known
+    memory_gib: float | None = None  # of one device, of a CPU its host's; None: not known
     ceilings: Ceilings | None = None  # None: not known
 
     @property

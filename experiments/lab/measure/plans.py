@@ -24,7 +24,7 @@ from experiments.lab.spec import NOT_MEASURED, PREFILL_SHARE, SHAPE
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, Routing
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.speculation_config import SpeculationMethod
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 
 OF_PASS = ("slo_share", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms")
 REPLICAS = "engine.parallel.replicas"
@@ -196,7 +196,7 @@ def counted(settings: Settings, engines: int) -> dict[str, int]:
 def server(engine: EngineConfig) -> str:
     """With all that differs from its defaults: what is simulated, but with seeds as they come, the model's own weights
     where its shape stood for it, and drafts that the target judges where a rate stood for them."""
-    model, drafts = engine.model, engine.speculation
+    model, drafts = engine.model, engine.speculation if engine.speculation.most else SpeculationConfig()
     if model.load_format is LoadFormat.dummy:
         model = replace(model, load_format=LoadFormat.auto, hf_config=None, routing=Routing.learned)
     method = drafts.method if drafts.rate is None else PROPOSER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import Request
 from mini_infer.modeling.loader import outline
 from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime import preflight
 from mini_infer.runtime.worker.memory import CPU_KV_GIB
 from mini_infer.serving.router import Router
@@ -124,9 +126,9 @@ class Simulator:
         self._require_machine(device)
         here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
         known, _ = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads)
-        memory_gib = self.chosen.memory_gib
-        if here == "cuda" and not self.chosen.machine:
-            memory_gib = hardware.gpu_memory_gib()
+        memory_gib = self.chosen.host_memory_gib if device == "cpu" else self.chosen.memory_gib
+        if not self.chosen.machine:
+            memory_gib = hardware.gpu_memory_gib() if here == "cuda" else hardware.host_memory_gib()
         machine = self.chosen.machine or hardware.name(here)
         spec, dtype = costs.served(config, device)
         return Target(config, spec, dtype, device, machine, self.threads, memory_gib, known)
@@ -153,10 +155,12 @@ def _limits(target: Target, host_gib: float | None) -> Limits:
         try:
             config = changed(target.config, parallel={"tensor": tensor})
             spec = of_each_rank(target.spec, tensor)
+            room = _Room.of(replace(target, config=config, spec=spec))
             block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
             # A stage has its share of the layers.
-            affordable = _kv_bytes(replace(target, config=config)) * config.parallel.pipeline // block
+            affordable = room.for_kv() * config.parallel.pipeline // block
             found = settle_limits(config, spec.max_model_len, affordable, block * tensor, host_gib)
+            room.require(found.num_blocks, block / config.parallel.pipeline)
         except ConfigError as error:
             refused = refused or error
             continue
@@ -167,28 +171,78 @@ def _limits(target: Target, host_gib: float | None) -> Limits:
     raise refused
 
 
-def _kv_bytes(target: Target) -> int:
-    """Of one device."""
-    config, ranks, cache = target.config, target.config.parallel.tensor, target.config.cache
-    if cache.memory_gib is not None or target.device == "cpu":
-        return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
-    if target.memory_gib is None:
+@dataclass(frozen=True)
+class _Room:
+    """Bytes of one device: of a GPU all that it has, of a CPU's host the share of each rank."""
+
+    target: Target  # whose spec is a rank's
+    whole: float | None  # None: not known
+    weights: int
+    steps: int  # activations and logits of the largest one, and captured graphs
+
+    @classmethod
+    def of(cls, target: Target) -> _Room:
+        parallel, scheduler, on_cpu = target.config.parallel, target.config.scheduler, target.device == "cpu"
+        rank = ParallelContext(size=parallel.tensor)
+        weights = outline(target.spec, target.dtype, rank).weight_bytes() // parallel.pipeline
+        step = scheduler.max_num_batched_tokens * target.spec.activation_width * target.dtype.itemsize
+        logits = scheduler.max_num_seqs * target.spec.vocab_size * 4
+        whole = None if target.memory_gib is None else target.memory_gib * 2**30 / (parallel.ranks if on_cpu else 1)
+        return cls(target, whole, weights, step + logits + (0 if on_cpu else GRAPHS_BYTES))
+
+    def for_kv(self) -> int:
+        """What the settings give to the cache, or leave it where they say nothing. Raises ConfigError where that is
+        nothing."""
+        cache = self.target.config.cache
+        if cache.memory_gib is not None or self.target.device == "cpu":
+            return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
+        if cache.num_blocks is not None:
+            return 0  # `require` is told how many they are
+        if self.whole is None:
+            raise ConfigError(
+                "how much memory the simulated GPU has is not known: choose hardware=..., or set "
+                "engine.cache.memory_gib"
+            )
+        room = self.whole * cache.gpu_memory_utilization
+        left = int(room) - self.weights - self.steps
+        if left <= 0:
+            raise self._too_small(room)
+        return left
+
+    def require(self, num_blocks: int, block_bytes: float) -> None:
+        """Raises ConfigError where so many blocks do not fit beside all else. Of memory that is not known nothing is
+        said."""
+        if self.whole is None:
+            return
+        left, kv, cache = self.whole - self.weights - self.steps, num_blocks * block_bytes, self.target.config.cache
+        if left <= 0:
+            raise self._too_small(self.whole)
+        if kv <= left:
+            return
+        if cache.num_blocks is not None:
+            asked, most = f"engine.cache.num_blocks={cache.num_blocks}", f"{int(left // block_bytes)}"
+        else:
+            asked = f"engine.cache.memory_gib={cache.memory_gib or CPU_KV_GIB:g}"
+            most = f"{math.floor(10 * left / 2**30) / 10:g}"
         raise ConfigError(
-            "how much memory the simulated GPU has is not known: choose hardware=..., or set engine.cache.memory_gib"
+            f"{self._beside('KV', kv)} ({asked}) take more than the {self.whole / 2**30:.1f} GiB there are. Lower "
+            f"{asked.partition('=')[0]} to {most}, raise engine.parallel.tensor, or quantize the weights"
         )
-    weights = outline(target.spec, target.dtype).weight_bytes() // config.parallel.ranks
-    scheduler, size = config.scheduler, target.dtype.itemsize
-    step = scheduler.max_num_batched_tokens * target.spec.activation_width * size // ranks
-    logits = scheduler.max_num_seqs * target.spec.vocab_size * 4
-    room = int(target.memory_gib * 2**30 * cache.gpu_memory_utilization)
-    left = room - weights - step - logits - GRAPHS_BYTES
-    if left <= 0:
-        raise ConfigError(
-            f"{config.model.path} on {ranks} of {target.machine}: weights of {weights / 2**30:.1f} GiB and steps of "
-            f"{(step + logits + GRAPHS_BYTES) / 2**30:.1f} GiB leave no room for KV in {room / 2**30:.1f} GiB. Raise "
-            "engine.parallel.tensor, or quantize the weights"
+
+    def _too_small(self, room: float) -> ConfigError:
+        return ConfigError(
+            f"{self._beside()} leave no room for KV in {room / 2**30:.1f} GiB. Raise engine.parallel.tensor, or "
+            "quantize the weights"
         )
-    return left
+
+    def _beside(self, last: str = "", last_bytes: float = 0.0) -> str:
+        config, parts = self.target.config, {"weights": self.weights, "steps": self.steps}
+        *firsts, end = [
+            f"{name} of {size / 2**30:.1f} GiB" for name, size in {**parts, last: last_bytes}.items() if name
+        ]
+        return (
+            f"{config.model.path} on {config.parallel.tensor} of {self.target.machine}: {', '.join(firsts)} and {end}"
+        )
 
 
 class SimulatedSubject(Subject):

@@ -3,9 +3,10 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experiments.lab.judge.claims import AIM, Claim, Judgement
+from experiments.lab.judge.claims import AIM, Claim, Judgement, Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.spec import PREDICTED, RATE
@@ -37,6 +38,7 @@ class Effect:
     guards: bool = False  # a claim asks that nothing is lost, not that something is gained
     reason: str = ""  # why there is no figure that counts
     beside: str = ""  # the label of the reference's variant
+    verdict: Verdict = Verdict.inconclusive  # on the claims; inconclusive without any
 
     @property
     def at_another_point(self) -> bool:
@@ -78,6 +80,7 @@ def of_claims(result: Result) -> list[Effect]:
         effect = between(result, *key, own[0].reason)
         for j in own:
             effect = _with_bound(effect, j.claim)
+        effect = replace(effect, verdict=_verdict(own))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
         found.append(replace(effect, target=None, aim=None) if both else effect)
     return found
@@ -85,8 +88,11 @@ def of_claims(result: Result) -> list[Effect]:
 
 def shown(result: Result, most: int) -> list[Effect]:
     """Those that can be drawn: of the claims, then of the first one's metric for other variants and points. Metric by
-    metric, variant by variant, point by point."""
-    info, claimed = result.info, of_claims(result)
+    metric, variant by variant, point by point. Predictions are no gains: nothing where all claims are on these."""
+    info, every = result.info, of_claims(result)
+    claimed = [effect for effect in every if not is_prediction(effect, info)]
+    if every and not claimed:
+        return []
     found = [effect for effect in claimed if effect.gain is not None]
     if info.baseline is not None and len(found) < most:
         metric = claimed[0].metric if claimed else next(iter(info.metrics))
@@ -108,6 +114,12 @@ def shown(result: Result, most: int) -> list[Effect]:
 def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:
     """Whether it is a rate that the schedule of arrivals sets, below saturation, and so says nothing of the engine."""
     return RATE in info.points[point] and info.metrics[metric].unit.endswith("/s")
+
+
+def is_prediction(effect: Effect, info: RunInfo) -> bool:
+    """Whether it tells how near a simulated variant is to the measured one."""
+    name = effect.cell[0].removesuffix(PREDICTED)
+    return name != effect.cell[0] and name in info.variants
 
 
 def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
@@ -147,7 +159,7 @@ def _reference(claim: Claim, result: Result) -> Cell | None:
 
 
 def _with_bound(effect: Effect, claim: Claim) -> Effect:
-    """A target is a claim of that name, or the first one that is no aim."""
+    """A target is a claim of that name, or the first one that is no aim. That it is at most so good is none."""
     if claim.upper is not None:
         return effect
     unit = 1.0
@@ -156,12 +168,22 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
             return effect
         unit = effect.base.median
     effect = replace(effect, guards=effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1))
+    if claim.bound.is_floor != (effect.better is Better.higher):
+        return effect
     if claim.source.startswith(AIM):
         return replace(effect, aim=claim.value / unit)
     if effect.target is None or claim.source.startswith(TARGET):
         aim = effect.aim if claim.aim is None else claim.aim / unit
         return replace(effect, target=claim.value / unit, aim=aim)
     return effect
+
+
+def _verdict(judged: Sequence[Judgement]) -> Verdict:
+    """On all of them together, but for aims."""
+    found = {j.verdict for j in judged if not j.claim.source.startswith(AIM)}
+    return (
+        next(iter(found)) if len(found) == 1 else Verdict.refuted if Verdict.refuted in found else Verdict.inconclusive
+    )
 
 
 def _over(value: float | None, unit: float | None) -> float | None:

@@ -254,4 +254,6 @@ def _effect(result: Result) -> str:
         return f"{told or 'none'} of {len(measured)} pairs told from the product of their gains"
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"
+    if found and effects.is_prediction(found[0], result.info) and (misses := grids.misses_in_words(result)):
+        return misses.partition(";")[0].rstrip(".")
     return answer.in_words(found[0], result.info) if found else sentence(result).partition(". ")[0]

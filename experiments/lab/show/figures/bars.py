@@ -23,7 +23,7 @@ from experiments.lab.store.result import Result
 
 MANY = 4  # bars in a group that can still be told apart,
 MANY_DOTS = 6  # and dots in the colours of their variants
-ROWS = 12  # of a panel: where there are more, the best
+ROWS = 14  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
@@ -45,7 +45,7 @@ class Groups:
     log: bool  # the axis
     estimate: Estimator  # of repeats
     higher: bool  # is better
-    out_of: int = 0  # so many groups; 0: these are all
+    out_of: str = ""  # which these are of how many; empty: all
 
     @property
     def height(self) -> float:
@@ -74,10 +74,11 @@ def few(panels: Sequence[Groups | None]) -> list[Groups | None]:
         if groups is not None and len(groups.names) > ROWS:
             sign = -1 if groups.higher else 1
             first = [sign * median[0] if median else inf for median in groups.medians]
+            which = "the same" if tuple(groups.names) in best else "the best"
             own = best.setdefault(tuple(groups.names), sorted(np.argsort(first, kind="stable")[:ROWS].tolist()))
             kept: Any = {name: [getattr(groups, name)[n] for n in own] for name in ("names", "found", "tried")}
             colours = [groups.colours[n] for n in own] if groups.by_point else groups.colours
-            groups = replace(groups, **kept, colours=colours, out_of=len(groups.names))
+            groups = replace(groups, **kept, colours=colours, out_of=f"{which} {ROWS} of {len(groups.names)}")
         found.append(groups)
     return found
 

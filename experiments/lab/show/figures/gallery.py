@@ -138,7 +138,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
     if groups is not None and groups.out_of:
-        words.append(f"the best {len(groups.names)} of {groups.out_of}")
+        words.append(groups.out_of)
     words.append(f"{metric.better.value} is better")
     ax.set_title(", ".join(words))
     if panel.kind in ALONE:

@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
+from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, wording
+from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
@@ -39,7 +41,7 @@ def forest(result: Result) -> Figure:
             where += f" beside {wording.point(effect.reference[1])}"
         parts.append((wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where))
     for row, (effect, gain) in enumerate(found):
-        colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
+        colour = _colour(effect)
         ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
         edges = [min(max(end, least), most) for end in ends]
         ax.plot(edges, [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
@@ -82,6 +84,12 @@ def forest(result: Result) -> Figure:
     ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}")
     frame.legend(figure, [ax], least=1)
     return figure
+
+
+def _colour(effect: Effect) -> str:
+    """By the verdict on its claims, who may have said that it is worse; without one by whether it is better."""
+    judged = {Verdict.supported: BETTER, Verdict.refuted: WORSE}
+    return judged.get(effect.verdict) or {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
