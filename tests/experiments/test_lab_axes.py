@@ -99,6 +99,20 @@ SHADOWED = [
         ["+experiment.variants.other={kind: vlm}", "workload.count=3"],
         "other.kind must be one of engine, ",
     ),
+    ("quickstart", ["engine/dispatch=padded"], "parallel.dispatch does nothing while engine.parallel.expert=1: change"),
+    ("measure", ["engine/dispatch=padded"], "engine.parallel.dispatch does nothing while engine.parallel.expert=1"),
+    (
+        "quickstart",
+        ["engine/router=round_robin"],
+        "routing does nothing while engine.parallel.replicas=1 and .*decode=0",
+    ),
+    ("quickstart", ["engine.speculation.num_tokens=3"], "num_tokens does nothing while engine.speculation.method=none"),
+    ("quickstart", ["engine.speculation.draft.path=tiny-draft"], "draft.path does nothing while .*method=none"),
+    ("quickstart", ["engine/drafts=always"], "adaptive does nothing while engine.speculation.method=none: change that"),
+    ("quickstart", ["engine/connector=stream"], "connector does nothing while engine.parallel.prefill=0: change that"),
+    ("quickstart", ["engine.model.dry.step_ms=3"], "dry.step_ms does nothing while engine.model.load_format=auto"),
+    ("quickstart", ["peers.http.url=http://x"], "does not read peers.http.url, .* leave it out, or add via=url"),
+    ("flash_decode", ["peers.http.url=http://x"], "flash_decode does not read peers.http.url"),
     *(
         (name, [option], f"{name} does not read {key}, and would measure the same: leave it out. It reads ")
         for name, option, key in UNREAD
@@ -120,6 +134,20 @@ SHADOWED = [
 def test_what_would_have_no_effect_is_refused(compose_config, experiment, typed_in, message):
     with pytest.raises(ConfigError, match=message):
         settle(compose_config, experiment, *typed_in)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "typed_in"),
+    [
+        ("quickstart", ["engine/speculation=none"]),
+        ("quickstart", ["engine/speculation=ngram", "engine.speculation.num_tokens=3"]),
+        ("quickstart", ["model=dry", "engine.model.dry.step_ms=3"]),
+        ("spec_decode", ["engine.speculation.ngram_max=3"]),  # one of its variants drafts by it
+        ("quickstart", ["engine.parallel.tensor=2", "engine/all_reduce=library"]),
+    ],
+)
+def test_settings_of_a_mechanism_that_is_on_are_taken(compose_config, experiment, typed_in):
+    assert settle(compose_config, experiment, *typed_in).changed
 
 
 @pytest.mark.parametrize("experiment", ["kv_memory", "flash_decode", "all_reduce", "expert_exchange", "disaggregation"])
@@ -251,6 +279,11 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
         ("prefix_cache system=simulated engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("calibrate engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("capacity engine.parallel.expert=2", "error: parallel.expert=2: ranks that share experts are not simulated"),
+        (
+            "quickstart engine/mla=absorbed",
+            "attention.mla=absorbed: Qwen2ForCausalLM has no multi-head latent attention",
+        ),
+        ("quickstart engine/routing=uniform", "model.routing=uniform: Qwen2ForCausalLM has no experts"),
         ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
     ],
 )
@@ -295,6 +328,27 @@ def test_named_points_are_chosen_by_their_names(compose_config):
     assert [point.name for point in found.points] == ["0 % shared"]
     assert {claim.point for claim in found.claims} == {"0 % shared"}
     assert store.run_name(settled.changed) == "load=0_shared"
+
+
+def test_a_search_goes_with_points_that_are_typed(compose_config):
+    """It sets arrivals of its own, and the points need others."""
+    settled = settle(compose_config, "measure", "experiment.points.workload.concurrency=[1,64]")
+    found = Ablation.from_config(settled.config)
+    of = {point: cell.workload for (_, point), cell in found._cells.items()}
+    assert {of[point.name].concurrency for point in found._grid} == {1, 64}
+    assert {(of[point.name].concurrency, of[point.name].arrivals.value) for point in found._tried} == {
+        (None, "poisson")
+    }
+
+
+def test_names_of_settings_give_way_to_one_of_them_that_is_typed(compose_config):
+    settled = settle(compose_config, "serving", "experiment.points.workload.concurrency=[1,4]")
+    found = Ablation.from_config(settled.config)
+    assert [point.name for point in found._grid] == ["concurrency=1", "concurrency=4"]
+    assert settled.notes == (
+        "Measured at other points than the experiment's own: workload.concurrency 1,4 in the place of load. "
+        "Left out: 1 claim about other points.",
+    )
 
 
 def test_points_are_added_by_name(compose_config):
