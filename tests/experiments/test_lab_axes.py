@@ -623,6 +623,23 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
     assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
 
 
+def test_the_answer_of_a_sweep_is_over_its_key():
+    """Not of its last value, which alone may show nothing."""
+
+    def found(**changes):
+        runs_of = [swept(n, "workload.suffix_tokens", noise=0.001, **changes) for n in (64, 32)]
+        rows = [replace(r, value=r.value * (1.44 if r.variant == "new" else 1)) for r in runs_of[1].rows]
+        return sweeps.joined([runs_of[0], replace(runs_of[1], rows=tuple(rows))])[0]
+
+    text = answer(found(variants={"base": "without", "new": "with"}))
+    ends = r"with 1\.50x \[.*\] at 64 to 2\.16x \[.*\] at 32, of without\."
+    assert re.fullmatch(rf"Tokens/s, concurrency 8 over suffix tokens 32 to 64: {ends}", text)
+    alone = answer(found(variants={"base": "alone"}, gates=[]))
+    assert alone.startswith("Tokens/s, concurrency 8 over suffix tokens 32 to 64: alone ")
+    same = sweeps.joined([swept(n, "engine/dispatch", variants={"a": "a", "base": "b"}, rows=[]) for n in ("x", "y")])
+    assert answer(same[0]) == "There is no answer: no valid measurement."
+
+
 def test_runs_that_differ_in_what_is_no_key_are_no_sweep():
     alike = [replace(swept(8), info=replace(swept(8).info, run=name)) for name in ("one", "other")]
     assert [r.info.run for r in sweeps.joined(alike)] == ["one", "other"]
