@@ -75,11 +75,6 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
         if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
-        if self.keep_engines and "peak_memory_mib" in self.metrics:
-            raise ConfigError(
-                "the metric peak_memory_mib counts all engines that live: with experiment.keep_engines=true it is "
-                "nobody's own. Leave one of the two out"
-            )
 
     def without(self, dropped: Collection[str]) -> AblationSpec:
         """With the other variants alone, and the claims that name none of those."""
