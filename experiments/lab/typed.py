@@ -66,6 +66,7 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     OmegaConf.set_struct(config, False)
     _require_scale_of_device(config, typed)
     _set_device(config, typed)
+    _keep_references(config, experiment)
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     _require_switched_on(config, typed)
@@ -116,6 +117,17 @@ def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
             variant.label = f"{variant.get('label') or name.replace('_', ' ')} ({', '.join(told)})"
     text = ", ".join(f"{key.removeprefix('experiment.')}={value}" for key, value in own.items())
     return [f"Not as the experiment has it: {text}."] if own else []
+
+
+def _keep_references(config: DictConfig, experiment: str) -> None:
+    """Ratios that the experiment claims are to its own baseline, whichever is typed."""
+    said = (axes.said(experiment, config.axes.scale, config.axes.via) or {}).get("experiment", {})
+    if said.get("baseline") in (None, config.experiment.get("baseline")):
+        return
+    for claim in config.experiment.get("claims") or []:
+        ratio = any(key.startswith("ratio_") for key in claim)
+        if ratio and not claim.get("to") and not claim.get("against") and schema.plain(claim) in said["claims"]:
+            claim["to"] = said["baseline"]
 
 
 def _leave_out(config: DictConfig) -> list[str]:
