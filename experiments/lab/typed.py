@@ -306,11 +306,12 @@ def _require_not_varied(config: DictConfig, typed: Sequence[Override], experimen
         if not isinstance(spec.get(name) or {}, Mapping):
             raise ConfigError(f"experiment.{name} must map names to settings, got {spec[name]!r}")
     points.grid(spec.get("points") or {})  # to find what is none
-    varied = _varied(spec)
+    varied, by_variants = _varied(spec), _varied({"variants": spec.get("variants")})
     for one in typed:
         chooses = one.key_or_group in WHOLE and isinstance(one.value(), str)
-        for key in () if chooses else _keys(one):
-            for name, who in varied.items():
+        of_points = one.key_or_group == "measure.points"  # which take the place of other points
+        for key in () if chooses else one.value() if of_points else _keys(one):
+            for name, who in (by_variants if of_points else varied).items():
                 if points.within(key, [name]) or points.within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
 

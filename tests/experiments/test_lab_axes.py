@@ -66,6 +66,11 @@ SHADOWED = [
     ("prefix_cache", ["workload.hit_rate=0.7"], r"experiment.points.workload.hit_rate=\[0,0.5,1.0\] chooses"),
     ("prefix_cache", ["engine.cache.prefix_caching=false"], r"by its variants: experiment.variants.off.cache"),
     ("prefix_cache", ["engine/prefix_cache=disabled"], r"prefix_cache sets engine.cache.prefix_caching itself"),
+    (
+        "prefix_cache",
+        ["experiment.points.engine.cache.prefix_caching=[true,false]"],
+        r"prefix_cache sets engine.cache.prefix_caching itself, by its variants",
+    ),
     ("cuda_graph", ["engine/graphs=never"], r"cuda_graph sets engine.graphs.capture itself, by its variants"),
     ("chunked_prefill", ["engine/prefill=whole"], r"sets engine.scheduler.chunked_prefill itself"),
     ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its search"),
