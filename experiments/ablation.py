@@ -323,10 +323,12 @@ def _not_simulated(made: Sequence[Cell]) -> dict[str, str]:
 
 
 def _require_models(made: Sequence[Cell]) -> None:
-    """Raises ConfigError or ModelError where an engine's model is not one for its settings, or its ranks cannot share
-    it, as far as it is known without the hub."""
+    """Raises ConfigError or ModelError where an engine by itself is to be several, its model is not one for its
+    settings, or its ranks cannot share it, as far as it is known without the hub."""
     checked = list[EngineConfig]()
-    for engine in (cell.engine for cell in made if cell.kind.can.ours):
+    for engine, kind in ((cell.engine, cell.kind) for cell in made if cell.kind.can.ours):
+        if kind is Kind.engine:
+            engine.parallel.require_one()
         model = engine.model
         here = model.hf_config is not None or local_folder(model.path) is not None
         if here and model.load_format is not LoadFormat.dry and engine not in checked:

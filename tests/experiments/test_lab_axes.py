@@ -298,6 +298,10 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
             "quickstart engine/mla=absorbed",
             "attention.mla=absorbed: Qwen2ForCausalLM has no multi-head latent attention",
         ),
+        (
+            "quickstart engine.parallel.replicas=2",
+            "replicas are engines behind mini-infer-serve, and this is one engine",
+        ),
         ("quickstart engine/routing=uniform", "model.routing=uniform: Qwen2ForCausalLM has no experts"),
         ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
     ],
