@@ -86,6 +86,7 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
         ({"count": 1, "changed": {"measure.processes": "1"}}, ["**1 process**"]),
         ({"count": 1}, []),  # the experiment itself asks for one
         ({"processes": ()}, ["**1 process**"]),  # of an old result
+        ({"processes": (), "status": "incomplete: cut off"}, ["**INCOMPLETE**", "**1 process**"]),
         ({"processes": (), "status": "incomplete: cut off; 0 of 3 processes are complete"}, ["**INCOMPLETE**"]),
         ({"processes": (), "hardware": "simulated-h200"}, []),
         ({"aa": None}, ["**no A/A arm**"]),

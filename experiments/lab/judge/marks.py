@@ -11,7 +11,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import COMPLETE, Result, RunInfo
+from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Turn
 from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
@@ -66,12 +66,13 @@ def severalfold(result: Result) -> list[str]:
 
 
 def few_processes(info: RunInfo) -> str:
-    """Not of an experiment that asks for fewer itself, not of what is simulated, and not of what was cut off: that says
-    itself how many are complete."""
+    """Not of an experiment that asks for fewer itself, not of what is simulated, and not of a run that was cut off and
+    says itself how many are complete."""
     asked = info.config.get("measure", {}).get("processes", PROCESSES)
     count = len(info.processes) or 1
     by_nature = asked < PROCESSES and "measure.processes" not in info.changed
-    if by_nature or info.is_simulated or count >= PROCESSES or info.status != COMPLETE:
+    counted = "processes are complete" in info.status
+    if by_nature or info.is_simulated or count >= PROCESSES or counted:
         return ""
     return f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})"
 
