@@ -27,14 +27,14 @@ from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import require_servable
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREDICTED
+from experiments.lab.spec import PREDICTED, RATE
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.loader import load_spec, resolve_device
+from mini_infer.modeling.loader import as_served, load_spec, resolve_device
 from mini_infer.modeling.model_files import local_folder
 from mini_infer.modeling.sharding import require_ranks
 from mini_infer.simulation.costs import require_simulated
@@ -67,11 +67,14 @@ class Ablation(Experiment):
             {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
         )
         self._grid = points.grid(spec.points)
-        self._tried = spec.search.points(schema.workload(config))  # that a search may visit
+        self._tried = list[Point]()  # that a search may visit
+        if spec.search.rates:
+            lowest = {**spec.search.at, RATE: spec.search.low_per_s}
+            self._tried = spec.search.points(schema.workload(schema.with_values(schema.of_points(config), lowest)))
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
         self._gate_at = self._named("gate_at") or self._grid
         made = list(self._made(config, labels))
-        _require_ranks(made)
+        _require_models(made)
         not_simulated = _not_simulated(made, spec.baseline if self._simulated else None)
         for why in dict.fromkeys(not_simulated.values()):
             names = [labels.pop(name).removesuffix(", predicted") for name, of in not_simulated.items() if of == why]
@@ -317,15 +320,20 @@ def _not_simulated(made: Sequence[Cell], baseline: str | None) -> dict[str, str]
     return found
 
 
-def _require_ranks(made: Sequence[Cell]) -> None:
-    """Raises ConfigError where the ranks of an engine cannot share its model, as far as it is known without the hub."""
+def _require_models(made: Sequence[Cell]) -> None:
+    """Raises ConfigError or ModelError where an engine by itself is to be several, its model is not one for its
+    settings, or its ranks cannot share it, as far as it is known without the hub."""
     checked = list[EngineConfig]()
-    for engine in (cell.engine for cell in made if cell.kind.can.ours and cell.engine.parallel.has_ranks):
+    for engine, kind in ((cell.engine, cell.kind) for cell in made if cell.kind.can.ours):
+        if kind is Kind.engine:
+            engine.parallel.require_one()
         model = engine.model
         here = model.hf_config is not None or local_folder(model.path) is not None
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
-            require_ranks(load_spec(model), engine.parallel)
+            spec = as_served(load_spec(model), engine)
+            if engine.parallel.has_ranks:
+                require_ranks(spec, engine.parallel)
 
 
 def _can_profile(device: str) -> bool:

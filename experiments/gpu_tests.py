@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ import torch
 from experiments.lab.store import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTCOMES = ("passed", "failed", "skipped")
+OUTCOMES = ("passed", "failed", "skipped", "not read")  # the last: files whose packages are not here
 
 
 def main(arguments: list[str]) -> int:
@@ -38,9 +40,15 @@ def main(arguments: list[str]) -> int:
                 status = tests.wait()
             except KeyboardInterrupt:  # which pytest has seen, too: it says what has failed until now
                 return tests.wait()
-        text = summary(log, " ".join(["python -m experiments.gpu_tests", *arguments]))
+        text = summary(log, shlex.join(["python", "-m", "experiments.gpu_tests", *for_anybody(arguments)]))
     (ROOT / "reports" / "gpu_tests.md").write_text(text)
     return status
+
+
+def for_anybody(arguments: Sequence[str]) -> list[str]:
+    """Without the plugins of whoever ran them, `-p name`, which others do not have; `-p no:name` stays."""
+    found = re.sub(r"(^|\0)-p\0?(?!no:)[^\0]+", "", "\0".join(arguments))
+    return found.strip("\0").split("\0") if found else []
 
 
 def summary(log: Path, command: str) -> str:
@@ -68,26 +76,36 @@ def summary(log: Path, command: str) -> str:
         counts = Counter(map(_outcome, found))
         seconds = sum(float(case.get("time", 0)) for case in found)
         lines.append(f"| {name} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + f" | {seconds:.1f} |")
-    for outcome in ("failed", "skipped"):
+    for outcome in OUTCOMES[1:]:
         rest = [(case, name) for name, found in every for case in found if _outcome(case) == outcome]
         lines += ["", f"## {outcome.capitalize()}", ""] if rest else []
         for case, name in rest:
-            why = next(child for child in case if child.tag in ("failure", "error", "skipped")).get("message") or ""
-            why = _absent(case) or why.strip().partition("\n")[0]
-            lines.append(f"- `{name}::{case.get('name')}`: {why}")
+            lines.append(f"- `{name}::{case.get('name')}`: {_why(case)}")
     return "\n".join(lines) + "\n"
 
 
 def _outcome(case: ET.Element) -> str:
-    if case.find("skipped") is not None or _absent(case):
+    if _absent(case):
+        return "not read"
+    if case.find("skipped") is not None:
         return "skipped"
     return "passed" if case.find("failure") is None and case.find("error") is None else "failed"
 
 
 def _absent(case: ET.Element) -> str:
-    """What a file needs that could not be read, where a package is not there; else empty."""
-    found = re.search("No module named '([^']+)'", case.findtext("error") or "")
-    return f"not read: no package {found[1].partition('.')[0]} here" if found else ""
+    """What a file that could not be read needs, where a package is not there; else empty. A test that needs one is
+    skipped by itself."""
+    of_file = [found for tag in ("error", "skipped") if (found := case.find(tag)) is not None]
+    text = next((found.text or "" for found in of_file if (found.get("message") or "").startswith("collection")), "")
+    absent = re.search("No module named '([^']+)'", text)
+    return f"needs {absent[1].partition('.')[0]}, which is not here" if absent else ""
+
+
+def _why(case: ET.Element) -> str:
+    """In a line; of a whole file it stands behind the place."""
+    told = next(child for child in case if child.tag in ("failure", "error", "skipped"))
+    skipped = re.search(r"Skipped: (.*)['\"]\)$", told.text or "")
+    return _absent(case) or (skipped[1] if skipped else (told.get("message") or "").strip().partition("\n")[0])
 
 
 def _device() -> str:

@@ -46,9 +46,9 @@ CASES: dict[str, type[Case]] = {
 METRICS = {
     "time_us": Metric("time of a call", "µs", Better.lower),
     "gb_s": Metric("bytes a second", "GB/s", Better.higher),
-    "mbu": Metric("memory bandwidth utilization", "", Better.higher),
+    "mbu": Metric("memory bandwidth utilization", "", Better.higher, share=True),
     "tflop_s": Metric("operations a second", "TFLOP/s", Better.higher),
-    "mfu": Metric("compute utilization", "", Better.higher),
+    "mfu": Metric("compute utilization", "", Better.higher, share=True),
 }
 OF_CEILINGS = ("mbu", "mfu")
 REFERENCE = "a reference in fp32 from the same inputs"

@@ -3,7 +3,7 @@ here is refused before torch is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,11 +75,6 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError(f"experiment.search needs the metric {missing[0]}: add it to experiment.metrics")
         if FOUND in self.metrics and not self.search.rates:
             raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
-        if self.keep_engines and "peak_memory_mib" in self.metrics:
-            raise ConfigError(
-                "the metric peak_memory_mib counts all engines that live: with experiment.keep_engines=true it is "
-                "nobody's own. Leave one of the two out"
-            )
 
     def without(self, dropped: Collection[str]) -> AblationSpec:
         """With the other variants alone, and the claims that name none of those."""
@@ -166,6 +161,15 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     return kind
 
 
+def engines(config: DictConfig) -> Iterator[tuple[Kind, EngineConfig]]:
+    """Every variant at every point. Raises ConfigError."""
+    asked, spec = schema.of_points(config), schema.plain(config.experiment)
+    for point in points.grid(spec.get("points") or {}):
+        at_point = schema.with_values(asked, point.values)
+        for name, changes in (spec.get("variants") or {}).items():
+            yield made(at_point, name, changes or {})
+
+
 def require_files(config: DictConfig) -> None:
     """Raises ConfigError where a file that requests of some point are made of is missing, or is not sound."""
     asked, spec = schema.of_points(config), schema.plain(config.experiment)
@@ -187,14 +191,11 @@ def require_possible(config: DictConfig) -> None:
         raise ConfigError(f"system={system.value}: {system.label} is measured on a GPU, and none is visible here")
     if config.axes.via == axes.URL or not system.can.ours:
         return
-    asked, spec, checked = schema.of_points(config), schema.plain(config.experiment), list[EngineConfig]()
-    if spec.get("_target_") != ABLATION:  # others make engines of their own, of this model
+    if config.experiment.get("_target_") != ABLATION:  # others make engines of their own, of this model
         preflight.check_model(schema.engine_config(config.engine).model)
         return
-    for point in points.grid(spec.get("points") or {}):
-        at_point = schema.with_values(asked, point.values)
-        for name, changes in (spec.get("variants") or {}).items():
-            kind, engine = made(at_point, name, changes or {})
-            if kind.can.ours and engine not in checked:
-                checked.append(engine)
-                preflight.check(engine)
+    checked = list[EngineConfig]()
+    for kind, engine in engines(config):
+        if kind.can.ours and engine not in checked:
+            checked.append(engine)
+            preflight.check(engine)

@@ -43,6 +43,9 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
     if isinstance(error, ValueError) and text.startswith("invalid literal for int()"):
         return f"{text.rpartition(': ')[2]} is typed under a list, which is given as a whole: KEY=[...]"
     if isinstance(error, HydraException):
+        if text.startswith("Could not override 'engine'"):
+            asked = text.rpartition("+")[2]
+            return f"{asked}: another system is system={asked.partition('=')[2]}, and mechanisms are engine/<name>=..."
         if text.startswith("Ambiguous value"):
             return f"{text.splitlines()[0]}: several values are a sweep, which takes -m: python run.py -m ..."
         return text

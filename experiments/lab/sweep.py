@@ -101,7 +101,7 @@ def table(found: Sequence[Outcome]) -> str:
     shared = set.intersection(*known) if len(known) > 1 else set()
     for o in found:
         own = " ".join(part for part in o.overrides if part not in shared) or " ".join(o.overrides)
-        why = f": {o.reason}" if o.reason else ""
+        why = f": {o.reason.removeprefix(f'{own}: ')}" if o.reason else ""
         lines.append(f"  #{o.number:<3} {o.status:<7}{o.seconds:7.0f} s  {own}{why}")
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
-from mini_infer.core.config import Device
+from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
 
-PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url")
+ADDRESS = "peers.http.url"
+PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", ADDRESS)
 # What a page's name says already; PLACES say where things are, and not what is measured.
 NOT_CHANGES = ("experiment", "scale", "via", "hardware", "model", "engine.model.path")
 VARIANTS = "experiment.variants."
@@ -27,9 +29,22 @@ VARIANTS = "experiment.variants."
 OF_MACHINES = ("_ms", "_us", "_s", "_rps", "mbu", "mfu", "gpu_idle_share")
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 WHOLE = ("model", "workload")  # of the one that is chosen points and variants change what they like
+# Settings, or sections of them, of mechanisms -> what switches one on: while it is as by default, they do nothing.
+NEEDS: dict[str, Sequence[str]] = {
+    "engine.speculation": ["speculation.method"],
+    "engine.parallel.dispatch": ["parallel.expert"],
+    "engine.parallel.all_reduce": ["parallel.tensor", "parallel.expert"],
+    "engine.parallel.routing": ["parallel.replicas", "parallel.decode"],
+    "engine.parallel.hand_over": ["parallel.prefill"],
+    "engine.parallel.connector": ["parallel.prefill"],
+    "engine.scheduler.ageing_tokens_per_s": ["scheduler.policy"],
+    "engine.lora.max_rank": ["lora.max_adapters"],
+    "engine.model.dry": ["model.load_format"],
+}
 INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
 # May be typed of any.
-EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "measure.without", "hydra", *PLACES)
+_PLACES = [place for place in PLACES if place != ADDRESS]
+EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "measure.without", "hydra", *_PLACES)
 MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that say which model it is
 
 
@@ -51,8 +66,10 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     OmegaConf.set_struct(config, False)
     _require_scale_of_device(config, typed)
     _set_device(config, typed)
+    _keep_references(config, experiment)
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
+    _require_switched_on(config, typed)
     _require_read(config, typed, experiment)
     if (asked := config.measure.repeats) % 2 and asked > 1:
         config.measure.repeats = asked + 1
@@ -63,7 +80,8 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)
-    schema.workload(config)  # to find what it does not know
+    first = points.grid(schema.plain(config.experiment).get("points") or {})[0].values
+    schema.workload(schema.with_values(schema.of_points(config), first))  # to find what it does not know
     OmegaConf.set_struct(config, True)
     return Settled(config, axes.chosen(config), default, changed, tuple(notes))
 
@@ -99,6 +117,17 @@ def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
             variant.label = f"{variant.get('label') or name.replace('_', ' ')} ({', '.join(told)})"
     text = ", ".join(f"{key.removeprefix('experiment.')}={value}" for key, value in own.items())
     return [f"Not as the experiment has it: {text}."] if own else []
+
+
+def _keep_references(config: DictConfig, experiment: str) -> None:
+    """Ratios that the experiment claims are to its own baseline, whichever is typed."""
+    said = (axes.said(experiment, config.axes.scale, config.axes.via) or {}).get("experiment", {})
+    if said.get("baseline") in (None, config.experiment.get("baseline")):
+        return
+    for claim in config.experiment.get("claims") or []:
+        ratio = any(key.startswith("ratio_") for key in claim)
+        if ratio and not claim.get("to") and not claim.get("against") and schema.plain(claim) in said["claims"]:
+            claim["to"] = said["baseline"]
 
 
 def _leave_out(config: DictConfig) -> list[str]:
@@ -149,6 +178,22 @@ def _require_known(typed: Sequence[Override]) -> None:
             raise ConfigError(f"unknown setting {key!r}{suggest(root, sorted(settings | groups))}")
 
 
+def _require_switched_on(config: DictConfig, typed: Sequence[Override]) -> None:
+    """Raises ConfigError for a setting of a mechanism that is off in all that is measured."""
+    needing = [(one, key, n) for one in typed for key in _keys(one) for n in NEEDS if points.within(key, [n])]
+    if not needing or config.experiment.get("_target_") != ablation_spec.ABLATION:
+        return
+    alone, measured, default = config.measure.system, list(ablation_spec.engines(config)), EngineConfig()
+    for one, key, of in needing:
+        engines = [engine for kind, engine in measured if points.within(key, (alone or kind).can.reads)]
+        switches = {f"engine.{name}": attrgetter(name) for name in NEEDS[of]}
+        is_off = all(found(engine) == found(default) for engine in engines for found in switches.values())
+        if engines and is_off and key not in switches:
+            values = {name: getattr(found(default), "value", found(default)) for name, found in switches.items()}
+            off = " and ".join(f"{name}={value}" for name, value in values.items())
+            raise ConfigError(f"{one.input_line}: {key} does nothing while {off}: change that, too, or leave it out")
+
+
 def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
     asked = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)]
     if not asked:
@@ -162,8 +207,9 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
         reads = schema.experiment_class(config).reads
     for one, key in asked:
         if not points.within(key, reads):
+            way = f"leave it out{', or add via=url' if key == ADDRESS else ''}"
             raise ConfigError(
-                f"{one.input_line}: {who} does not read {key}, and would measure the same: leave it out. It reads "
+                f"{one.input_line}: {who} does not read {key}, and would measure the same: {way}. It reads "
                 f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
             )
 
@@ -204,15 +250,13 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         bundles, _, name = axis.partition(".")
         if isinstance(named := known.get(bundles), Mapping) and name:  # one more
             known[bundles] = {**named, name: values}
-        else:
-            known[axis] = _chosen(axis, known.get(axis), values)
+        else:  # names of bundles that set the same give way to it
+            chosen = _chosen(axis, known.get(axis), values)
+            known = {name: of for name, of in known.items() if name == axis or not _sets(of, axis)} | {axis: chosen}
     if known == own:
         return []
     config.experiment.points = known
     grid = points.grid(known)
-    # Nobody measures what these were, but with it workload.arrivals=poisson may be typed, which needs a rate.
-    first = {axis: known[axis][0] for axis in asked if isinstance(known.get(axis), list)}
-    config.workload = schema.with_values(schema.of_points(config), first).workload
 
     def stands(claim: Any) -> bool:
         wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
@@ -227,7 +271,14 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         if own_points := config.experiment.get(name):
             config.experiment[name] = [at for at in own_points if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(values)}" for axis, values in known.items() if values != own.get(axis))
-    return [f"Measured at other points than the experiment's own: {of}.{lost}"]
+    gone = ", ".join(axis for axis in own if axis not in known)
+    instead = f" in the place of {gone}" if gone else ""
+    return [f"Measured at other points than the experiment's own: {of}{instead}.{lost}"]
+
+
+def _sets(values: Any, key: str) -> bool:
+    """Whether an axis has names for settings, that one among them."""
+    return isinstance(values, Mapping) and any(key in bundle for bundle in values.values())
 
 
 def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
@@ -255,11 +306,12 @@ def _require_not_varied(config: DictConfig, typed: Sequence[Override], experimen
         if not isinstance(spec.get(name) or {}, Mapping):
             raise ConfigError(f"experiment.{name} must map names to settings, got {spec[name]!r}")
     points.grid(spec.get("points") or {})  # to find what is none
-    varied = _varied(spec)
+    varied, by_variants = _varied(spec), _varied({"variants": spec.get("variants")})
     for one in typed:
         chooses = one.key_or_group in WHOLE and isinstance(one.value(), str)
-        for key in () if chooses else _keys(one):
-            for name, who in varied.items():
+        of_points = one.key_or_group == "measure.points"  # which take the place of other points
+        for key in () if chooses else one.value() if of_points else _keys(one):
+            for name, who in (by_variants if of_points else varied).items():
                 if points.within(key, [name]) or points.within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
 

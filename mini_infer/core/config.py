@@ -302,6 +302,24 @@ class ParallelConfig:
                 "kinds or of none. Set both to at least 1, or both to 0"
             )
 
+    def require_one(self) -> None:
+        """Raises ConfigError where it takes a server: an engine by itself is one, and here."""
+        if self.replicas > 1:
+            raise ConfigError(
+                f"parallel.replicas={self.replicas}: replicas are engines behind mini-infer-serve, and this is one "
+                "engine. Set parallel.replicas=1"
+            )
+        if self.prefill and self.decode:
+            raise ConfigError(
+                f"parallel.prefill={self.prefill} and parallel.decode={self.decode} are engines behind "
+                "mini-infer-serve, and this is one engine. Set both to 0"
+            )
+        if self.launcher is not Launcher.processes:
+            raise ConfigError(
+                f"parallel.launcher={self.launcher.value} places engines behind mini-infer-serve, and this one is "
+                "here. Set parallel.launcher=processes"
+            )
+
     @property
     def of_one(self) -> ParallelConfig:
         """What an engine has of this that does by itself what all of them do."""

@@ -11,8 +11,8 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import EngineConfig, Launcher
-from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Export, Request, RequestOutput, SamplingParams
 from mini_infer.runtime.adapter_names import AdapterNames
 from mini_infer.runtime.engine_core import EngineCore
@@ -65,21 +65,7 @@ class LLMEngine:
     ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
         parallel = self.config.parallel
-        if parallel.replicas > 1:
-            raise ConfigError(
-                f"parallel.replicas={parallel.replicas}: replicas are engines behind mini-infer-serve, and this is one "
-                "engine. Set parallel.replicas=1"
-            )
-        if parallel.prefill and parallel.decode:
-            raise ConfigError(
-                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode} are engines behind "
-                "mini-infer-serve, and this is one engine. Set both to 0"
-            )
-        if parallel.launcher is not Launcher.processes:
-            raise ConfigError(
-                f"parallel.launcher={parallel.launcher.value} places engines behind mini-infer-serve, and this one is "
-                "here. Set parallel.launcher=processes"
-            )
+        parallel.require_one()
         self.executor = executor = make_executor(self.config)
         self.tokenizer = executor.tokenizer
         self.max_model_len = executor.limits.max_model_len

@@ -66,6 +66,11 @@ SHADOWED = [
     ("prefix_cache", ["workload.hit_rate=0.7"], r"experiment.points.workload.hit_rate=\[0,0.5,1.0\] chooses"),
     ("prefix_cache", ["engine.cache.prefix_caching=false"], r"by its variants: experiment.variants.off.cache"),
     ("prefix_cache", ["engine/prefix_cache=disabled"], r"prefix_cache sets engine.cache.prefix_caching itself"),
+    (
+        "prefix_cache",
+        ["experiment.points.engine.cache.prefix_caching=[true,false]"],
+        r"prefix_cache sets engine.cache.prefix_caching itself, by its variants",
+    ),
     ("cuda_graph", ["engine/graphs=never"], r"cuda_graph sets engine.graphs.capture itself, by its variants"),
     ("chunked_prefill", ["engine/prefill=whole"], r"sets engine.scheduler.chunked_prefill itself"),
     ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its search"),
@@ -99,6 +104,20 @@ SHADOWED = [
         ["+experiment.variants.other={kind: vlm}", "workload.count=3"],
         "other.kind must be one of engine, ",
     ),
+    ("quickstart", ["engine/dispatch=padded"], "parallel.dispatch does nothing while engine.parallel.expert=1: change"),
+    ("measure", ["engine/dispatch=padded"], "engine.parallel.dispatch does nothing while engine.parallel.expert=1"),
+    (
+        "quickstart",
+        ["engine/router=round_robin"],
+        "routing does nothing while engine.parallel.replicas=1 and .*decode=0",
+    ),
+    ("quickstart", ["engine.speculation.num_tokens=3"], "num_tokens does nothing while engine.speculation.method=none"),
+    ("quickstart", ["engine.speculation.draft.path=tiny-draft"], "draft.path does nothing while .*method=none"),
+    ("quickstart", ["engine/drafts=always"], "adaptive does nothing while engine.speculation.method=none: change that"),
+    ("quickstart", ["engine/connector=stream"], "connector does nothing while engine.parallel.prefill=0: change that"),
+    ("quickstart", ["engine.model.dry.step_ms=3"], "dry.step_ms does nothing while engine.model.load_format=auto"),
+    ("quickstart", ["peers.http.url=http://x"], "does not read peers.http.url, .* leave it out, or add via=url"),
+    ("flash_decode", ["peers.http.url=http://x"], "flash_decode does not read peers.http.url"),
     *(
         (name, [option], f"{name} does not read {key}, and would measure the same: leave it out. It reads ")
         for name, option, key in UNREAD
@@ -120,6 +139,20 @@ SHADOWED = [
 def test_what_would_have_no_effect_is_refused(compose_config, experiment, typed_in, message):
     with pytest.raises(ConfigError, match=message):
         settle(compose_config, experiment, *typed_in)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "typed_in"),
+    [
+        ("quickstart", ["engine/speculation=none"]),
+        ("quickstart", ["engine/speculation=ngram", "engine.speculation.num_tokens=3"]),
+        ("quickstart", ["model=dry", "engine.model.dry.step_ms=3"]),
+        ("spec_decode", ["engine.speculation.ngram_max=3"]),  # one of its variants drafts by it
+        ("quickstart", ["engine.parallel.tensor=2", "engine/all_reduce=library"]),
+    ],
+)
+def test_settings_of_a_mechanism_that_is_on_are_taken(compose_config, experiment, typed_in):
+    assert settle(compose_config, experiment, *typed_in).changed
 
 
 @pytest.mark.parametrize("experiment", ["kv_memory", "flash_decode", "all_reduce", "expert_exchange", "disaggregation"])
@@ -211,6 +244,16 @@ def test_a_variant_that_is_left_out_takes_its_claims_along(compose_config, run_p
     assert "experiment.baseline='off' is no variant" in capsys.readouterr().err
 
 
+def test_claims_stay_about_the_baseline_that_they_were_made_for(compose_config):
+    """Another one is what tables compare with."""
+    own = Ablation.from_config(settle(compose_config, "prefix_cache").config)
+    found = Ablation.from_config(settle(compose_config, "prefix_cache", "experiment.baseline=on").config)
+    assert (own.baseline, found.baseline) == ("off", "on")
+    assert found.claims == own.claims
+    gone = settle(compose_config, "prefix_cache", "experiment.baseline=on", "~experiment.variants.off")
+    assert gone.notes[0] == "Measured without off. Left out: 2 claims about what is not measured."
+
+
 def test_an_odd_number_of_repeats_is_rounded_up_and_said(compose_config):
     settled = settle(compose_config, "prefix_cache", "measure.repeats=3")
     assert settled.config.measure.repeats == 4
@@ -221,10 +264,10 @@ def test_an_odd_number_of_repeats_is_rounded_up_and_said(compose_config):
 @pytest.mark.parametrize(
     ("experiment", "typed_in", "kept", "lost"),
     [
-        ("prefix_cache", ["scale=7b", "hardware=cpu"], 3, "1 claim"),
+        ("prefix_cache", ["scale=7b", "hardware=cpu"], 2, "1 claim"),
         ("latency", ["scale=0_6b", "engine.model.device=cpu"], 3, "3 claims"),
         ("fused_kernels", ["hardware=cpu"], 4, "3 claims"),
-        ("prefix_cache", ["scale=7b", "hardware=h200"], 4, ""),
+        ("prefix_cache", ["scale=7b", "hardware=h200"], 3, ""),
         ("prefix_cache", ["via=http", "hardware=h200"], 3, ""),  # ratios, and a share of the client's
     ],
 )
@@ -251,6 +294,15 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
         ("prefix_cache system=simulated engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("calibrate engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("capacity engine.parallel.expert=2", "error: parallel.expert=2: ranks that share experts are not simulated"),
+        (
+            "quickstart engine/mla=absorbed",
+            "attention.mla=absorbed: Qwen2ForCausalLM has no multi-head latent attention",
+        ),
+        (
+            "quickstart engine.parallel.replicas=2",
+            "replicas are engines behind mini-infer-serve, and this is one engine",
+        ),
+        ("quickstart engine/routing=uniform", "model.routing=uniform: Qwen2ForCausalLM has no experts"),
         ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
     ],
 )
@@ -295,6 +347,27 @@ def test_named_points_are_chosen_by_their_names(compose_config):
     assert [point.name for point in found.points] == ["0 % shared"]
     assert {claim.point for claim in found.claims} == {"0 % shared"}
     assert store.run_name(settled.changed) == "load=0_shared"
+
+
+def test_a_search_goes_with_points_that_are_typed(compose_config):
+    """It sets arrivals of its own, and the points need others."""
+    settled = settle(compose_config, "measure", "experiment.points.workload.concurrency=[1,64]")
+    found = Ablation.from_config(settled.config)
+    of = {point: cell.workload for (_, point), cell in found._cells.items()}
+    assert {of[point.name].concurrency for point in found._grid} == {1, 64}
+    assert {(of[point.name].concurrency, of[point.name].arrivals.value) for point in found._tried} == {
+        (None, "poisson")
+    }
+
+
+def test_names_of_settings_give_way_to_one_of_them_that_is_typed(compose_config):
+    settled = settle(compose_config, "serving", "experiment.points.workload.concurrency=[1,4]")
+    found = Ablation.from_config(settled.config)
+    assert [point.name for point in found._grid] == ["concurrency=1", "concurrency=4"]
+    assert settled.notes == (
+        "Measured at other points than the experiment's own: workload.concurrency 1,4 in the place of load. "
+        "Left out: 1 claim about other points.",
+    )
 
 
 def test_points_are_added_by_name(compose_config):
@@ -567,6 +640,23 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
     assert len(found[1].rows) == 4 * len(default.rows)
     assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
     assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_the_answer_of_a_sweep_is_over_its_key():
+    """Not of its last value, which alone may show nothing."""
+
+    def found(**changes):
+        runs_of = [swept(n, "workload.suffix_tokens", noise=0.001, **changes) for n in (64, 32)]
+        rows = [replace(r, value=r.value * (1.44 if r.variant == "new" else 1)) for r in runs_of[1].rows]
+        return sweeps.joined([runs_of[0], replace(runs_of[1], rows=tuple(rows))])[0]
+
+    text = answer(found(variants={"base": "without", "new": "with"}))
+    ends = r"with 1\.50x \[.*\] at 64 to 2\.16x \[.*\] at 32, of without\."
+    assert re.fullmatch(rf"Tokens/s, concurrency 8 over suffix tokens 32 to 64: {ends}", text)
+    alone = answer(found(variants={"base": "alone"}, gates=[]))
+    assert alone.startswith("Tokens/s, concurrency 8 over suffix tokens 32 to 64: alone ")
+    same = sweeps.joined([swept(n, "engine/dispatch", variants={"a": "a", "base": "b"}, rows=[]) for n in ("x", "y")])
+    assert answer(same[0]) == "There is no answer: no valid measurement."
 
 
 def test_runs_that_differ_in_what_is_no_key_are_no_sweep():

@@ -66,6 +66,23 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
     require_gates(experiment)
 
 
+@pytest.mark.parametrize(("name", "scale", "via"), EVERY)
+def test_a_quantity_has_one_claim(name, scale, via):
+    """With its target and its aim: what is asked of it beside another variant is another quantity, and what the
+    original had is no second bound."""
+    bounds = {}
+    for claim in axes.said(name, scale, via)["experiment"].get("claims") or ():
+        key = claim["metric"], claim["variant"], str(claim.get("at"))
+        bounds.setdefault(key, []).append(claim)
+    for key, claims in bounds.items():
+        ratios = [any(bound.startswith("ratio_") for bound in claim) for claim in claims]
+        beside = [
+            (ratio, claim.get("to"), str(claim.get("against"))) for ratio, claim in zip(ratios, claims, strict=True)
+        ]
+        assert len(set(beside)) == len(claims), key
+        assert len(claims) == 1 or not any(claim["source"].startswith("original") for claim in claims), key
+
+
 def require_gates(experiment):
     """Where tokens are generated gates are on, and who has an engine and generates none says so on the page."""
     assert experiment.settings.gates or not experiment.generates
@@ -115,6 +132,7 @@ MISTAKES = [
     ("model=tiny-targte", r"model=tiny-targte; did you mean 'tiny-target'\? Known: deepseek_v2_lite, dry"),
     ("engine/cache=pagd", r"engine/cache=pagd; did you mean 'paged'\? Known: contiguous, paged"),
     ("engine/cach=paged", r"'engine/cach'; did you mean 'engine/cache'\?"),
+    ("engine=vllm", r"engine=vllm: another system is system=vllm, and mechanisms are engine/<name>="),
     ("experimnt=quickstart", r"'experimnt'; did you mean 'experiment'\?"),
     (
         "engine.cache.blok_size=3",

@@ -1,12 +1,15 @@
 """The driver keeps its schedule: closed loop, open loop, conversations; on a clock that the test turns."""
 
 import pytest
+import torch
 
+from experiments.lab.measure import subjects
 from experiments.lab.measure.subjects import EngineSubject, Kind, drive, require_servable
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import (
     CacheConfig,
+    Device,
     DryConfig,
     EngineConfig,
     LoadFormat,
@@ -204,6 +207,40 @@ def test_memory_is_that_of_weights_and_the_fullest_step(checkpoint):
     block = 2 * 2 * 16 * 2 * 8 * 4
     assert (one, three) == (weights + 2 * block, weights + 6 * block)
     subject.close()
+
+
+def test_memory_of_a_gpu_that_others_hold_is_not_the_engines(checkpoint, monkeypatch):
+    """By a made-up allocator: 500 bytes are others', 300 the engine's, and a pass takes 40 more and keeps 10."""
+    given_out = iter([500, 800, 900, 910, 910, 910])  # in the meantime somebody has taken 100
+    monkeypatch.setattr(subjects, "_allocated", lambda: next(given_out))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 940)
+    for name in ("reset_peak_memory_stats", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    subject = EngineSubject(EngineConfig(model=ModelConfig(path=str(checkpoint)), cache=CacheConfig(num_blocks=32)))
+    subject._on_gpu, subject._bytes = True, None
+    assert subject.serve([Item(prompt(1, 17)[:17], 2)], 1).peak_memory == 300 + 40
+    assert subject.serve([Item(prompt(1, 17)[:17], 2)], 1).peak_memory == 300 + 10 + 30
+    subject.close()
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu_is_of_the_engine_alone():
+    """Others live beside it, as variants do that keep their engines."""
+
+    def opened(blocks):
+        model = ModelConfig(path="tiny-target", device=Device.cuda)
+        return EngineSubject(EngineConfig(model=model, cache=CacheConfig(num_blocks=blocks)))
+
+    def peak(subject):
+        return subject.serve([Item(prompt(1, 17)[:17], 8)] * 4, 4).peak_memory
+
+    first = opened(256)
+    alone = peak(first)
+    second = opened(4096)
+    assert peak(second) > 2 * alone
+    assert peak(first) == pytest.approx(alone, rel=0.02)
+    second.close()
+    first.close()
 
 
 LOAD_CLIENTS = {Kind.served_bench, Kind.vllm_bench}  # which make arrivals of their own

@@ -220,7 +220,6 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
             {"points": {"engine.seed": [1, 2]}},
             "points that change the workload alone, and seed=2 changes the engine",
         ),
-        ((), {"metrics": ["peak_memory_mib"]}, "peak_memory_mib counts all engines that live"),
         (
             ("engine.cache.num_blocks=null", "engine.model.device=auto"),
             {},

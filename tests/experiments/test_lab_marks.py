@@ -86,6 +86,8 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
         ({"count": 1, "changed": {"measure.processes": "1"}}, ["**1 process**"]),
         ({"count": 1}, []),  # the experiment itself asks for one
         ({"processes": ()}, ["**1 process**"]),  # of an old result
+        ({"processes": (), "status": "incomplete: cut off"}, ["**INCOMPLETE**", "**1 process**"]),
+        ({"processes": (), "status": "incomplete: cut off; 0 of 3 processes are complete"}, ["**INCOMPLETE**"]),
         ({"processes": (), "hardware": "simulated-h200"}, []),
         ({"aa": None}, ["**no A/A arm**"]),
         ({"aa": None, "hardware": "simulated-h200"}, []),
@@ -120,3 +122,10 @@ def test_open_loops_that_are_too_short_mark_the_run(arrivals, spans, count, says
 def test_an_old_result_says_how_long_its_open_loops_were_by_its_workload():
     old = on_gpu(arrivals="poisson", workload={"last_arrival_s": [None, 3.38]})
     assert marks.short_passes(old) == "open-loop passes of 3.38 s (60 are asked for on a GPU)"
+
+
+def test_requests_at_times_of_their_own_are_an_open_loop_too():
+    """Of the workload `mixed`, whose arrivals are no setting."""
+    timed = replace(run(), info=replace(on_gpu().info, config={"workload": {}}, workload={"last_arrival_s": 6.0}))
+    assert marks.short_passes(timed) == "open-loop passes of 6 s (60 are asked for on a GPU)"
+    assert marks.short_passes(replace(timed, info=replace(timed.info, workload={}))) == ""

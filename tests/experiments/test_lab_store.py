@@ -128,8 +128,25 @@ def test_another_version_is_refused(tmp_path):
         store.read(path)
     document = json.loads(store.write(tmp_path, result()).read_text())
     path.write_text(json.dumps({**document, "surprise": 1}))
-    with pytest.raises(StoreError, match="surprise"):
+    with pytest.raises(
+        StoreError, match=r"written in an older format, or a newer one \(unknown fields \['surprise'\]\)"
+    ):
         store.read(path)
+
+
+def test_what_is_a_share_now_is_one_in_older_results(tmp_path):
+    """Their intervals were made as of any number."""
+    older = {
+        "mbu": Metric("memory bandwidth utilization", "", Better.higher),
+        "x": Metric("a ratio", "", Better.higher),
+    }
+    values = [(0.2, 2.0), (0.5, 3.0), (0.9, 5.0)]
+    rows = [Row("base", "", 0, name, value, "", process=process)
+            for process, both in enumerate(values) for name, value in zip(older, both, strict=True)]  # fmt: skip
+    info = replace(result().info, metrics=older, points={"": {}}, claims=(), gates=())
+    found = store.read(store.write(tmp_path, Result(info, tuple(rows))))
+    assert found.estimate("base", "", "mbu").high == 1
+    assert found.estimate("base", "", "x").high > 5
 
 
 def test_a_missing_table_is_named(tmp_path):

@@ -109,11 +109,11 @@ def test_the_table_tells_jobs_apart_and_names_the_lost(tmp_path):
     found = sweep.outcomes(tmp_path)
     assert [o.status for o in found] == [DONE, LOST, LOST]
     assert sweep.table(found[1:]).startswith("sweep: 0 of 2 jobs done")
-    found[1] = Outcome(1, ("experiment=a", "x=2"), FAILED, "why", 3.0)
+    found[1] = Outcome(1, ("experiment=a", "x=2"), FAILED, "x=2: why", 3.0)  # a refusal names its setting
     lines = sweep.table(found).splitlines()
     assert lines[0] == "sweep: 1 of 3 jobs done"
     assert lines[1].split() == ["#0", "done", "12", "s", "x=1"]
-    assert lines[2].endswith("x=2: why")
+    assert lines[2].endswith(" s  x=2: why")
     assert "its process ended without a word" in lines[3]
 
 

@@ -263,9 +263,9 @@ SERVING: dict[str, Formula] = {
     "gpu_idle_share": of_pass("share of a decode step that the GPU waits for the next", "", LOWER,
                               lambda s, c: NOT_PROFILED, share=True),
     "mbu": of_pass("memory bandwidth utilization", "", HIGHER, _roofline(
-        lambda floors, s: sum(f.memory_s for f in floors) / s)),
+        lambda floors, s: sum(f.memory_s for f in floors) / s), share=True),
     "mfu": of_pass("compute utilization", "", HIGHER, _roofline(
-        lambda floors, s: sum(f.compute_s for f in floors) / s)),
+        lambda floors, s: sum(f.compute_s for f in floors) / s), share=True),
     "floor_ms": of_pass("least time that the hardware allows a step, mean", "ms", LOWER, _roofline(
         lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
 }  # fmt: skip
@@ -279,6 +279,12 @@ def describe(name: str) -> Metric:
     base, _, group = name.partition(CLASS)
     metric = SERVING[base].metric
     return replace(metric, label=f"{metric.label}, of {group}") if group else metric
+
+
+def is_share(name: str) -> bool:
+    """No, of what is no metric of a pass."""
+    base = name.partition(CLASS)[0]
+    return base in SERVING and SERVING[base].metric.share
 
 
 def require_known(names: Sequence[str], slo: SLO) -> None:

@@ -13,7 +13,7 @@ from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Turn
-from experiments.lab.workloads.base import ONE_BY_ONE
+from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
 PROCESSES = 3  # that a result is made of
 STEADY_S = 60  # in which an open loop's requests arrive on a GPU
@@ -66,11 +66,13 @@ def severalfold(result: Result) -> list[str]:
 
 
 def few_processes(info: RunInfo) -> str:
-    """Not of an experiment that asks for fewer itself, and not of what is simulated."""
+    """Not of an experiment that asks for fewer itself, not of what is simulated, and not of a run that was cut off and
+    says itself how many are complete."""
     asked = info.config.get("measure", {}).get("processes", PROCESSES)
     count = len(info.processes) or 1
     by_nature = asked < PROCESSES and "measure.processes" not in info.changed
-    if by_nature or info.is_simulated or count >= PROCESSES:
+    counted = "processes are complete" in info.status
+    if by_nature or info.is_simulated or count >= PROCESSES or counted:
         return ""
     return f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})"
 
@@ -78,15 +80,18 @@ def few_processes(info: RunInfo) -> str:
 def short_passes(result: Result) -> str:
     """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
     info, passes = result.info, defaultdict[tuple[str, str, int, int], list[float]](list)
-    how = info.config.get("workload", {}).get("arrivals")
+    last = info.workload.get("last_arrival_s")
+    spans = list(filter(None, last if isinstance(last, list) else [last]))
+    # Where arrivals are no setting, requests with times, as those of `mixed`, come at times of their own.
+    how = info.config.get("workload", {}).get("arrivals", Arrivals.trace if spans else None)
     loops = {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
-    for r in result.requests if info.on_gpu else ():
+    if not info.on_gpu or not loops:
+        return ""
+    for r in result.requests:
         if r.point in loops and r.valid is not False:
             passes[r.variant, r.point, r.process, r.repeat].append(r.arrival_s)
-    spans = [max(times) - min(times) for times in passes.values()]
-    if info.on_gpu and loops and not result.requests:  # a result that is older than their table
-        last = info.workload.get("last_arrival_s")
-        spans = list(filter(None, last if isinstance(last, list) else [last]))
+    if result.requests:  # else a result that is older than their table
+        spans = [max(times) - min(times) for times in passes.values()]
     short = sorted(span for span in spans if span < STEADY_S)
     if not short:
         return ""

@@ -82,7 +82,7 @@ class RateSearch(Checked, section="experiment.search"):
         return f"{NOT_SHOWN}there is no knee from {self.rates[0]:g} to {self.rates[-1]:g} requests/s"
 
     def points(self, load: Workload) -> list[Point]:
-        """One a rate."""
+        """One a rate; `load` is what comes at the first of them."""
         found = []
         for rate in self.rates:
             values = {**self.at, RATE: rate}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
+from experiments.lab import points
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
+from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
@@ -35,6 +37,8 @@ def answer(result: Result) -> str:
 def sentence(result: Result) -> str:
     """`90 % shared: 7.56x requests/s (10.4 -> 78.8); 0 % shared: no loss above 1.1 % in requests/s.`"""
     info = result.info
+    if result.runs:
+        return _of_sweep(result)
     if told := info.answer or pairs.sentence(result):
         return told
     if most := at_most(result):
@@ -189,6 +193,45 @@ def _without_claims(result: Result) -> str:
         once = None in (found[first].low, found[second].low)
         between = f" between {best} and {other}" if len(found) > 2 else ""
         return f"No difference {'can be shown by one repeat' if once else 'is shown'}{between} in {what}: {each}."
+    return "There is no answer: no valid measurement."
+
+
+def _of_sweep(result: Result) -> str:
+    """Of the first metric at the last point of each run that has it: from its least to its most over the swept key, of
+    the variant with the best of all, and as a ratio to the baseline where there is another variant."""
+    info, key = result.info, str(result.info.plots[0].panels[0].x)
+    others = [v for v in info.variants if v not in (info.baseline, info.aa)]
+    base = info.variants[str(info.baseline)] if info.baseline and others else ""
+
+    def of(variant: str, at: str, name: str) -> Estimate | None:
+        if effects.is_scheduled(name, at, info):
+            return None
+        own = (variant, at)
+        return result.ratio(own, (str(info.baseline), at), name) if base else result.estimate(*own, name)
+
+    for name, metric in info.metrics.items():
+        sign = 1 if metric.better is Better.higher else -1
+        found = [  # of each variant by the key's value, in the order of points
+            (variant, {info.points[at][key]: (at, own) for at in info.points if (own := of(variant, at, name))})
+            for variant in others or info.variants
+        ]
+        if not (found := [(variant, values) for variant, values in found if values]):
+            continue
+        variant, values = max(found, key=lambda one: max(sign * own.median for _, own in one[1].values()))
+        ends = [pick(values, key=lambda value: values[value][1].median) for pick in (min, max)]
+        least, most = (f"{wording.interval(values[end][1], 'x' * bool(base))} at {end}" for end in ends)
+        swept, at = list(values), wording.others(info.points[values[ends[0]][0]], key)
+        over = " to ".join(map(str, swept[:: len(swept) - 1 or 1])) if all(map(wording.is_number, swept)) else ""
+        what = (
+            f"{wording.titled(wording.short(name, info), at)} over {wording.setting(key)} {over or points.shown(swept)}"
+        )
+        what = (
+            _capital(what)
+            if not base or any(own.told for _, own in values.values())
+            else f"No difference is shown in {what}"
+        )
+        each = f"{least} to {most}" if least != most else least
+        return f"{what}: {info.variants[variant]} {each}{f', of {base}' if base else ''}."
     return "There is no answer: no valid measurement."
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
-from experiments.lab.judge import knees, stats
+from experiments.lab.judge import formulas, knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
@@ -32,7 +32,7 @@ from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRo
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, Turn, converter, from_csv, rounded, to_csv
+from experiments.lab.store.rows import OtherFormat, Row, Table, Turn, converter, from_csv, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -297,9 +297,15 @@ def read(path: Path) -> Result:
             rows[name] = from_csv(kind, text)
         written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        return Result(converter(RunInfo)(document), remarks=remarks, **rows)
+        info = converter(RunInfo)(document)
+        # Which metrics are shares is known now, whatever a result has said that is older than that.
+        metrics = {name: replace(m, share=m.share or formulas.is_share(name)) for name, m in info.metrics.items()}
+        return Result(replace(info, metrics=metrics), remarks=remarks, **rows)
     except StoreError:
         raise
+    except OtherFormat as error:
+        raise StoreError(f"{path} was written in an older format, or a newer one ({error}): read it with the version "
+                         "of its commit, or run the experiment again") from error  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise StoreError(f"{path} is cut short, or is not a result file ({error!r}): {AGAIN}") from error
 

@@ -69,6 +69,10 @@ JOIN = ";"  # between the names of a tuple
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
 
 
+class OtherFormat(ValueError):
+    """What is whole, and has fields that this version does not know."""
+
+
 def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
@@ -125,5 +129,5 @@ def converter(hint: Any) -> Callable[[Any], Any]:
 def _made(cls: type, values: Mapping[str, Any]) -> Any:
     hints = field_types(cls)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"unknown fields {unknown}")
+        raise OtherFormat(f"unknown fields {unknown}")
     return cls(**{name: converter(hints[name])(value) for name, value in values.items()})
