@@ -115,5 +115,5 @@ def test_the_file_has_every_page_and_picture_and_nothing_from_elsewhere(tmp_path
     report.rebuild(tmp_path / "results", tmp_path / "reports")
     links = Checked((tmp_path / "reports/index.html").read_text()).links
     pictures = [link for link in links if link.endswith(".png")]
-    assert pictures == ["figures/demo-cpu-steps-concurrency=1.png"], "steps one by one are most of such a file"
+    assert pictures == ["figures/demo-cpu-steps-concurrency=8.png"], "steps one by one are most of such a file"
     assert (tmp_path / "reports" / pictures[0]).is_file()

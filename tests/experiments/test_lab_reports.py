@@ -12,7 +12,7 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, grids, pages, report, sweeps
+from experiments.lab.show import effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, answer, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -131,7 +131,10 @@ def test_where_claims_name_several_variants_each_is_told_once():
 
 def test_a_loss_that_cannot_be_is_none():
     same = Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.02, "base", "concurrency=1")
-    assert answer(result(claims=(same,), noise=0.0)).endswith("no loss in P99 ITL. Claims: 1 supported.")
+    given = result(claims=(same,), noise=0.0)
+    assert "P99 ITL 45 ms against 45 (one process, all repeats alike)." in answer(given)
+    given = replace(given, info=replace(given.info, hardware="simulated-cpu"))  # whose repeats are alike by nature
+    assert answer(given).endswith("no loss in P99 ITL. Claims: 1 supported.")
 
 
 def test_where_values_do_not_count_stands_on_the_first_screen():
@@ -216,10 +219,12 @@ def test_an_effect_has_its_bounds_on_the_axis_of_its_gain():
         Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 300.0, source="target", aim=200.0),
         Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "original"),
     )
-    (effect,) = effects.of_claims(result(claims=claims, noise=0.0))  # one quantity, whatever is claimed of it
+    (effect,) = effects.of_claims(result(claims=claims, noise=1e-9))  # one quantity, whatever is claimed of it
     assert effect.gain.median == pytest.approx(1 / 0.7)
     assert effect.ticks == pytest.approx((effect.base.median / 300, effect.base.median / 200))
     assert effect.told == 1
+    (alike,) = effects.of_claims(result(claims=claims, noise=0.0))
+    assert (alike.told, alike.gain.low) == (0, None), "repeats of one process that are alike have no interval"
 
 
 def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
@@ -228,6 +233,12 @@ def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
     assert effect.reference is None
     assert effect.gain.median == pytest.approx(effect.own.median / 2000)
     assert effect.ticks == (1.0, None)
+
+
+def test_a_bound_that_is_neither_kept_nor_missed_stands_in_the_answer():
+    claim = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 219.0)
+    given = result(claims=(claim,), noise=0.05, gates=[])
+    assert re.search(r"first token \d+ ms against \d+ \(0\.69\dx \[.*\]; at most 219 ms: not shown\)", answer(given))
 
 
 def test_rows_that_no_claim_names_fill_the_picture_of_effects():
@@ -250,7 +261,7 @@ def test_rows_that_no_claim_names_fill_the_picture_of_effects():
 def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     variants = {"vllm": "vLLM", "vllm_base": "vLLM, too", **VARIANTS}  # each 1.5 times as fast as the one before it
     kinds = {name: {"kind": "vllm"} if name.startswith("vllm") else {} for name in variants}
-    given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.0)
+    given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=1e-9)
     (line, *_) = pages._beside_others(given)
     beside = r"{} [\d,]+, {}x as good as {} \([\d,]+\)"
     new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
@@ -413,7 +424,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
         "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
-        "> **tokens differ from the baseline's**, on cpu",
+        "> On cpu: **tokens differ from the baseline's**\n",
         "- **Peers**: none ran beside it.\n- **The original project**: +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",
         "at concurrency=1 | **supported** | 900 of 900 tokens | the gate |",
@@ -490,24 +501,27 @@ def test_an_incomplete_run_is_marked_at_the_top(tmp_path):
     status = "incomplete: interrupted in repeat 3 of 5"
     reports = built(tmp_path, result(status=status, **PLAIN))
     text = (reports / "demo.md").read_text()
-    assert text.index("> **INCOMPLETE (interrupted in repeat 3 of 5)**, on cpu") < text.index("Does `chunked`")
+    assert text.index("> On cpu: **INCOMPLETE** (interrupted in repeat 3 of 5)") < text.index("Does `chunked`")
     assert "**INCOMPLETE**" in (reports / "README.md").read_text()
     assert "INCOMPLETE" in report.summary(result(status=status))
 
 
 def test_a_run_that_was_stopped_before_its_first_row_has_a_report(tmp_path):
     text = text_of(tmp_path, result(rows=[], gates=[], status="incomplete: interrupted"))
-    assert "> **INCOMPLETE (interrupted)**, on cpu" in text
+    assert "> On cpu: **INCOMPLETE** (interrupted)\n" in text
     assert "**There is no answer: no valid measurement.**" in text
 
 
 def test_several_machines_and_runs_stand_in_one_report(tmp_path):
+    failed = [different("new", "concurrency=1")]
     runs = [
         result(**PLAIN),
         result(run="workload.count=9", **PLAIN),
-        result(hardware="h200", limits=("GPU.",), **PLAIN),
+        result(hardware="h200", limits=("GPU.",), status="incomplete: interrupted", gates=failed, **PLAIN),
     ]
     text = text_of(tmp_path, *runs)
+    flags = "**INCOMPLETE** (interrupted); **tokens differ from the baseline's**"
+    assert f"\n> On h200: {flags}\n" in text, "one line a run"
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings == ["## cpu", "## cpu, with `workload.count=9`", "## h200"]
     assert text.count("concurrency 8: 1.52x tokens/s") == 3
@@ -656,3 +670,19 @@ def test_a_damaged_result_of_another_experiment_stops_no_run(tmp_path):
 def test_a_report_without_results_says_what_to_do(tmp_path):
     with pytest.raises(StoreError, match="run an experiment first"):
         report.rebuild(tmp_path / "nothing", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mix=long prompts rate_per_s=6.0", "long prompts, 6 requests/s"),
+        ("heads=28/4 batch=1 length=512", "heads 28/4, batch 1, length 512"),
+        ("routing=uniform tokens=1", "uniform routing, 1 token"),
+        ("prefix_tokens=4096 suffix_tokens=32", "4096 prefix tokens, 32 suffix tokens"),
+        ("layers=all count=64", "all layers, 64 requests"),
+        ("256 x 128", "256 x 128 tokens"),
+        ("8 clients", "8 clients"),
+    ],
+)
+def test_a_point_is_told_in_words(name, told):
+    assert wording.point(name) == told

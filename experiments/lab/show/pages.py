@@ -33,7 +33,7 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         MARK,
         f"# {first.title}",
         *(f"> **NOT IN THIS REPORT**: `results/{path.as_posix()}` cannot be read." for path in damaged),
-        *(f"> **{flag}**, on {heading(r.info)}" for r in results for flag in flags(r)),
+        *(f"> On {heading(r.info)}: {'; '.join(map(_marked, told))}" for r in results if (told := flags(r))),
         first.question,
     ]
     for result in results:
@@ -43,6 +43,12 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
     parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _marked(flag: str) -> str:
+    """What it is stands out; what follows it in brackets, and what is behind a colon, says more."""
+    name, *more = re.split(r"(?= \()", flag, maxsplit=1)
+    return f"**{name}**{''.join(more)}"
 
 
 def heading(info: RunInfo) -> str:
@@ -110,7 +116,7 @@ def _beside_others(result: Result) -> list[str]:
     info, told = result.info, ": none ran beside it"
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
-        compared: dict[str, list[str]] = {}
+        compared: dict[str, list[tuple[float, str]]] = {}
         peers = effects.peers(info)
         for peer in peers:
             name = peer.partition("_")[2]  # our variant that it is like: of `vllm_w8a8` it is `w8a8`
@@ -119,12 +125,15 @@ def _beside_others(result: Result) -> list[str]:
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 text = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)} ({theirs})"
-                if not pair.told:
+                if pair.gain.low is None:
+                    text = f"{text.removesuffix(')')}; no interval)"
+                elif not pair.told:
                     gain = wording.interval(pair.gain, "x")
                     text = f"not told apart from {_named(info, peer)} ({theirs}; {gain} as good)"
-                compared.setdefault(f"{info.variants[own]} {ours}", []).append(text)
-        if compared:
-            said = "; ".join(", ".join([own, *theirs]) for own, theirs in compared.items())
+                compared.setdefault(f"{info.variants[own]} {ours}", []).append((pair.gain.median, text))
+        if compared:  # the best peer first
+            every = ([own, *(text for _, text in sorted(theirs))] for own, theirs in compared.items())
+            said = "; ".join(map(", ".join, every))
             told = f", {wording.short(metric, info)}{wording.at(point)}: {said}"
     others = {"Peers": told, "The original project": info.original and f": {info.original}"}
     others["To reach"] = info.target and f": {info.target}"

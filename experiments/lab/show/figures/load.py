@@ -20,7 +20,7 @@ from experiments.lab.store.result import Result
 
 COUNT = "workload.count"
 IN_FLIGHT = ("workload.concurrency", COUNT)
-SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
+SPEED, GOODPUT = "output_tokens_per_s", knees.GOODPUT
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
 WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
