@@ -16,6 +16,7 @@ from experiments.lab.show import effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, answer, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
+from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import screen
 from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
@@ -420,7 +421,7 @@ def test_a_report_says_what_was_found(tmp_path):
     )
     assert text.startswith(pages.MARK)
     for part in (
-        "# A demo: chunks",
+        "# On cpu: A demo: chunks",
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
         "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
@@ -560,17 +561,18 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0)
     lines = (tmp_path / "reports/README.md").read_text().splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
-    assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
+    assert lines[header] == "| mechanism | CPU | kernels | small | 7B | served | GPUs |"
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
     one = "[1.52x tokens/s (6,500 against 4,291)](demo.md)<br>2 of 2 claims supported"
     refuting = one.replace("2 of 2 claims supported", "1 of 2 claims supported, **1 refuted**, 3 commits since")
     served = one.replace("demo.md", "demo.small.http.md") + ", 3 commits since"
-    assert cells == ["demo", one, "", refuting, served, one]
+    assert cells == ["demo", one, "", "", refuting, served, one]
     assert lines[header + 3].startswith(
         "| other | [Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.52x ["
     )
     sole = one.replace("demo", "sole")
-    assert lines[header + 4] == f"| sole |  |  |  |  | With `long`: {sole}<br><br>With `short`: {sole} |"
+    assert lines[header + 4] == f"| sole |  |  |  |  |  | With `long`: {sole}<br><br>With `short`: {sole} |"
+    assert pages.column(replace(mixed.info, scale="none")) == "kernels", "of no model"
     simulated = one.replace("1.52x", "1.51x")  # of repeats that are alike: the ratio of their medians
     assert lines[-2:] == [f"| demo | cpu | `a=1` | {one} |", f"| demo | simulated-h200 | `a=1` | {simulated} |"]
 
@@ -686,3 +688,23 @@ def test_a_report_without_results_says_what_to_do(tmp_path):
 )
 def test_a_point_is_told_in_words(name, told):
     assert wording.point(name) == told
+
+
+def test_an_old_result_is_told_in_todays_words():
+    notes = (
+        "Process 1: swap at count=2, repeat 1: 1 of 200 steps look too short, since an end before them was read late.",
+        "Up to 1 other GPUs of this machine computed for somebody else meanwhile.",
+        "Process 2, 3: swap, repeat 2: 4 of 100 steps look too short, since an end before them was read late.",
+        "The host's speed changed by 6 to 6 % during 1 of 6 passes.",
+    )
+    assert in_todays_words(result(notes=notes)).info.notes == (
+        "Other GPUs of this machine, 1 at most, computed for somebody else when passes ended.",
+        "The host's speed changed by 6 % during 1 of 6 passes.",
+        "In 2 passes steps look too short, since an end before them was read late: up to 4 % of a pass's.",
+    )
+
+
+def test_settings_that_a_page_tells_elsewhere_are_not_its_name():
+    given = result(hardware="h200x2", run="device=cuda,processes=1,repeats=2,size=4", **PLAIN)
+    assert pages.heading(given.info) == "h200x2, with `size=4`"
+    assert pages.heading(replace(given.info, run="device=cuda,processes=1")) == "h200x2"

@@ -13,6 +13,7 @@ from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.figures.gallery import FIGURES
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
+from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import MARK, index_page, readme_with, report_page
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError, page_name
@@ -36,7 +37,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         raise StoreError(f"{results} holds no results yet: run an experiment first")
     # An incomplete run beside a complete one is not shown: the page is of the other.
     beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
-    found = [r for r in found if store.run_path(r.info) not in beside]
+    found = [in_todays_words(r) for r in found if store.run_path(r.info) not in beside]
     page_of = lambda result: page_name(result.info)  # noqa: E731
     found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}

@@ -87,7 +87,7 @@ def known(name: str) -> str | None:
 
 def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:
     """`13.4 ms`; of a share `78.5 %`; and no unit that the metric's short name has already."""
-    if is_share(name, info) and 0 <= amount <= 1:
+    if is_share(name, info) and abs(amount) <= 1:
         return share(amount)
     own = info.metrics[name].unit
     return f"{number(amount)} {own}" if unit and own and own not in short(name, info).split() else number(amount)
@@ -230,7 +230,9 @@ def _of_gates(gates: Sequence[Any], info: RunInfo) -> Line:
         measured = f"{number(worst.error)}{agreed}"
     else:
         other = f"generates the same greedy tokens as {info.variants.get(str(info.baseline), '')}"
-        claim = f"{label} {f'answers each request as {first.against}' if first.against else other}"
+        against = first.against.replace("it is answered alone", "the tokens that it gets alone")
+        against = against if against != first.against else f"{against} tokens"
+        claim = f"{label} {f'gives every request {against}' if first.against else other}"
         measured = f"{sum(g.equal_tokens for g in gates):,} of {sum(g.total_tokens for g in gates):,} tokens"
         if count == 1 and (at := first.first_difference) is not None:
             where = f"request {at.request}, token {at.position}"

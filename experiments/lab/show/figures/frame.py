@@ -197,6 +197,10 @@ class _LogTicks(LogLocator):
         return MaxNLocator(nbins=4, steps=[1, 2, 5, 10]).tick_values(vmin, vmax)
 
 
+def percent(axis: Axis) -> None:
+    axis.set_major_formatter(lambda place, _: f"{plain(round(100 * place, 9))} %")
+
+
 def log_ticks(axis: Axis) -> None:
     """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
     axis.set_major_locator(_LogTicks())

@@ -174,6 +174,8 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(max(smallest / 1.5, 0.01), 130)
         frame.log_ticks(ax.yaxis)
-        ax.set(title="lower is better", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
+        lacking = [result.info.variants[v] for other in found for v in other.values if v not in each.values]
+        known = f"; times of {', '.join(dict.fromkeys(lacking))} were not stored" if lacking else ""
+        ax.set(title=f"lower is better{known}", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
     frame.legend(figure, axes)
     return figure
