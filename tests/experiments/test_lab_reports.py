@@ -682,7 +682,7 @@ def test_a_report_without_results_says_what_to_do(tmp_path):
         ("routing=uniform tokens=1", "uniform routing, 1 token"),
         ("prefix_tokens=4096 suffix_tokens=32", "4096 prefix tokens, 32 suffix tokens"),
         ("layers=all count=64", "all layers, 64 requests"),
-        ("256 x 128", "256 x 128 tokens"),
+        ("tokens=1,024 heads=16 64 x 4096", "1,024 tokens, heads 16, 64 x 4096 tokens"),
         ("8 clients", "8 clients"),
     ],
 )

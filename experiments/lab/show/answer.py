@@ -95,9 +95,9 @@ def in_words(effect: Effect, info: RunInfo) -> str:
     unsure = bool(doubts) or (ratio.high is not None and ratio.high > WIDE * ratio.low)
     times = wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x"
     if effect.better is Better.higher and not share:
-        short, told = f"{times} {short}", f"({told})"
+        short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
     elif unsure:
-        doubts.insert(0, times)
+        doubts = [times, *doubts]
     doubt = f" ({'; '.join(doubts)})" if doubts else ""
     if effect.told > 0:
         return f"{short} {told}{doubt}"

@@ -124,15 +124,15 @@ def titled(text: str, name: str) -> str:
 def point(name: str) -> str:
     """`hit_rate=0.5` as `hit rate 0.5`, `count=64` as `64 requests`, `layers=all` as `all layers`, `mix=long prompts
     rate_per_s=6.0` as `long prompts, 6 requests/s`."""
-    name = re.sub(r"(?<=[^,\s]) (?=\w+=)", ", ", name)
+    name = re.sub(r"(?<=[^,\s]) (?=\w+=|\d+ x \d)", ", ", name)
     name = re.sub(r"\b(?:mix|load|case)=", "", name)
     name = re.sub(r"\brate_per_s=([\d.]+?)(?:\.0)?(?![\d.])", r"\1 requests/s", name)
     name = re.sub(r"\brouting=(\w+)", r"\1 routing", name)
     name = re.sub(r"\b(\d+) x (\d+)\b", r"\1 x \2 tokens", name)  # sequences, and how long each is
     name = re.sub(r"\b(\w+)=all\b", r"all \1", name)
     for key, (one, many) in _COUNTED.items():
-        name = re.sub(rf"\b{key}=1\b", f"1 {one}", name)
-        name = re.sub(rf"\b{key}=(\d+)", rf"\1 {many}", name)
+        name = re.sub(rf"\b{key}=1\b(?!,\d)", f"1 {one}", name)
+        name = re.sub(rf"\b{key}=(\d+(?:,\d{{3}})*)", rf"\1 {many}", name)
     return name.replace("=", " ").replace("_", " ")
 
 

@@ -121,7 +121,7 @@ LOOKS: dict[str, dict[str, str]] = {
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
-PLAIN = "mean of some steps just before, without the profiler"
+PLAIN = "mean step just before, without the profiler"
 TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
