@@ -13,7 +13,7 @@ from experiments.lab.store.result import Result
 LABELS = {  # of metrics
     "those bytes / a row there and back for each rank with a token's experts": "bytes sent / the fewest that would do",
 }
-VARIANTS = {("flash_decode", "FA4"): "FA4 (no split-K on Hopper)"}  # by their experiment
+VARIANTS = {("flash_decode", "FA4"): "FA4, no split"}  # by their experiment
 _LATE = re.compile(r"(Process [\d, ]+: )?(.*), repeat (\d+): (\d+) of (\d+) steps look too short.*")
 _NOTES = (
     (r"Up to (\d+) other GPUs of this machine computed for somebody else meanwhile",
