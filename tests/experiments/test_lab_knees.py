@@ -166,3 +166,18 @@ def test_values_that_are_no_knees_are_estimated_as_ever():
     assert stats.absolute(values).beyond == ""
     assert stats.in_range(values)
     assert not stats.in_range(knee)
+
+
+def test_goodput_at_a_stated_rate_is_what_is_kept_of_it():
+    """A second of arrivals, and a second in which the last answers end: nobody has missed anything."""
+    shares = [Row("new", "fast", repeat, "slo_share", share, "") for repeat, share in enumerate((1.0, 0.5))]
+    slow = Row("new", "8 clients", 0, "goodput_rps", 7.0, "requests/s")
+    rows = [Row("new", "fast", repeat, "goodput_rps", 30.0, "requests/s") for repeat in (0, 2)]
+    lost = Row("old", "fast", 0, "goodput_rps", 0.0, "requests/s", valid=False, reason="a request failed")
+    points = {"fast": {"workload.rate_per_s": 60.0}, "8 clients": {"workload.concurrency": 8}}
+    found = knees.with_goodput([*shares, *rows, slow, lost], points)
+    good = {(row.variant, row.point, row.repeat): row.value for row in found if row.metric == "goodput_rps"}
+    fast = {("new", "fast", 0): 60.0, ("new", "fast", 1): 30.0, ("new", "fast", 2): 30.0}
+    assert good == {**fast, ("new", "8 clients", 0): 7.0, ("old", "fast", 0): 0.0}
+    assert knees.with_goodput(shares, points) == shares, "where nobody asks for it"
+    assert knees.offered({"mix": "long prompts", "rate_per_s": 6.0}) == 6.0

@@ -10,7 +10,8 @@ from made_up import VARIANTS, engine_steps, requests, result
 from PIL import Image
 
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.show.figures import frame, gallery, load, timeline
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.show.figures import frame, gallery, load, stacks, timeline
 from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.gallery import panels as draw_panels
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -392,3 +393,36 @@ def test_several_bounds_are_marks_at_their_points():
     marks = [line for line in ax.lines if line.get_markersize() == 17]
     assert [float(line.get_ydata()[0]) for line in marks] == [90, 300], "aims stand in the picture of effects"
     assert [line.get_color() for line in marks] == list(frame.COLOURS[:2])
+
+
+def test_a_prompt_whose_kv_is_loaded_is_not_shown_as_computed():
+    steps = engine_steps("base", 60)
+    steps[10] = replace(steps[10], prefill_tokens=0, decode_tokens=0, num_prefilling=1, duration_s=0.2)
+    load = (steps[10].start_s, steps[10].start_s + 0.2)
+    asked = [replace(requests("base", 1)[0], arrival_s=0.0, first_scheduled_s=load[0], first_token_s=load[1] + 1)]
+    axes = drawn_steps(result(steps=steps, requests=asked))
+    for ax in (axes[1, 0], axes[2, 0]):
+        assert timeline.LOADING in ax.get_legend_handles_labels()[1]
+    (line,) = [c for c in axes[2, 0].collections if timeline.LOADING in c.get_gid()]
+    assert line.get_segments()[0][:, 0] == pytest.approx(load)
+
+
+def test_graphs_of_more_than_the_weights_are_in_no_picture():
+    told = {"weights": "57 GiB", "KV": "4,778 blocks, 7 GiB", "CUDA graphs": "of 20 batch sizes (1.5 s, 314 MiB)"}
+    assert stacks.memory_of(result(peers={"new": (told,)}))
+    loaded = {**told, "CUDA graphs": "of 20 batch sizes (1.5 s, 59,180 MiB)"}
+    assert not stacks.memory_of(result(peers={"new": (loaded,)}))
+
+
+def test_a_piece_that_is_too_thin_for_its_number_has_it_in_the_legend():
+    rows = {"a": {"prefill": 90.0, "decode step": 0.2}, "b": {"prefill": 200.0, "decode step": 0.3}}
+    labels = stacks.draw(rows, "ms", "time").axes[0].get_legend_handles_labels()[1]
+    assert labels == ["prefill", "decode step: 0.200 to 0.300 ms"]
+
+
+def test_shares_are_told_in_percent():
+    given = result(metrics={"ttft_p50_ms": Metric("error", "", Better.lower, share=True)}, claims=(), gates=[])
+    given = replace(given, rows=tuple(Row(v, "concurrency=8", 0, "ttft_p50_ms", 0.0239, "") for v in VARIANTS))
+    (ax,) = axes_of([PanelSpec("ttft_p50_ms")], given)
+    assert texts(ax) == ["2.39 %", "2.39 %"]
+    assert "2 %" in ticks(ax.xaxis)

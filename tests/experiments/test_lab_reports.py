@@ -12,10 +12,11 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, grids, pages, report, sweeps
+from experiments.lab.show import effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, answer, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
+from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import screen
 from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
@@ -131,7 +132,10 @@ def test_where_claims_name_several_variants_each_is_told_once():
 
 def test_a_loss_that_cannot_be_is_none():
     same = Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.02, "base", "concurrency=1")
-    assert answer(result(claims=(same,), noise=0.0)).endswith("no loss in P99 ITL. Claims: 1 supported.")
+    given = result(claims=(same,), noise=0.0)
+    assert "P99 ITL 45 ms against 45 (one process, all repeats alike)." in answer(given)
+    given = replace(given, info=replace(given.info, hardware="simulated-cpu"))  # whose repeats are alike by nature
+    assert answer(given).endswith("no loss in P99 ITL. Claims: 1 supported.")
 
 
 def test_where_values_do_not_count_stands_on_the_first_screen():
@@ -216,10 +220,12 @@ def test_an_effect_has_its_bounds_on_the_axis_of_its_gain():
         Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 300.0, source="target", aim=200.0),
         Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "original"),
     )
-    (effect,) = effects.of_claims(result(claims=claims, noise=0.0))  # one quantity, whatever is claimed of it
+    (effect,) = effects.of_claims(result(claims=claims, noise=1e-9))  # one quantity, whatever is claimed of it
     assert effect.gain.median == pytest.approx(1 / 0.7)
     assert effect.ticks == pytest.approx((effect.base.median / 300, effect.base.median / 200))
     assert effect.told == 1
+    (alike,) = effects.of_claims(result(claims=claims, noise=0.0))
+    assert (alike.told, alike.gain.low) == (0, None), "repeats of one process that are alike have no interval"
 
 
 def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
@@ -228,6 +234,12 @@ def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
     assert effect.reference is None
     assert effect.gain.median == pytest.approx(effect.own.median / 2000)
     assert effect.ticks == (1.0, None)
+
+
+def test_a_bound_that_is_neither_kept_nor_missed_stands_in_the_answer():
+    claim = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 219.0)
+    given = result(claims=(claim,), noise=0.05, gates=[])
+    assert re.search(r"first token \d+ ms against \d+ \(0\.69\dx \[.*\]; at most 219 ms: not shown\)", answer(given))
 
 
 def test_rows_that_no_claim_names_fill_the_picture_of_effects():
@@ -250,7 +262,7 @@ def test_rows_that_no_claim_names_fill_the_picture_of_effects():
 def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     variants = {"vllm": "vLLM", "vllm_base": "vLLM, too", **VARIANTS}  # each 1.5 times as fast as the one before it
     kinds = {name: {"kind": "vllm"} if name.startswith("vllm") else {} for name in variants}
-    given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.0)
+    given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=1e-9)
     (line, *_) = pages._beside_others(given)
     beside = r"{} [\d,]+, {}x as good as {} \([\d,]+\)"
     new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
@@ -411,11 +423,11 @@ def test_a_report_says_what_was_found(tmp_path):
     )
     assert text.startswith(pages.MARK)
     for part in (
-        "# A demo: chunks",
+        "# On cpu: A demo: chunks",
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
         "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
-        "> **tokens differ from the baseline's**, on cpu",
+        "> On cpu: **tokens differ from the baseline's**\n",
         "- **Peers**: none ran beside it.\n- **The original project**: +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",
         "at concurrency=1 | **supported** | 900 of 900 tokens | the gate |",
@@ -492,24 +504,27 @@ def test_an_incomplete_run_is_marked_at_the_top(tmp_path):
     status = "incomplete: interrupted in repeat 3 of 5"
     reports = built(tmp_path, result(status=status, **PLAIN))
     text = (reports / "demo.md").read_text()
-    assert text.index("> **INCOMPLETE (interrupted in repeat 3 of 5)**, on cpu") < text.index("Does `chunked`")
+    assert text.index("> On cpu: **INCOMPLETE** (interrupted in repeat 3 of 5)") < text.index("Does `chunked`")
     assert "**INCOMPLETE**" in (reports / "README.md").read_text()
     assert "INCOMPLETE" in report.summary(result(status=status))
 
 
 def test_a_run_that_was_stopped_before_its_first_row_has_a_report(tmp_path):
     text = text_of(tmp_path, result(rows=[], gates=[], status="incomplete: interrupted"))
-    assert "> **INCOMPLETE (interrupted)**, on cpu" in text
+    assert "> On cpu: **INCOMPLETE** (interrupted)\n" in text
     assert "**There is no answer: no valid measurement.**" in text
 
 
 def test_several_machines_and_runs_stand_in_one_report(tmp_path):
+    failed = [different("new", "concurrency=1")]
     runs = [
         result(**PLAIN),
         result(run="workload.count=9", **PLAIN),
-        result(hardware="h200", limits=("GPU.",), **PLAIN),
+        result(hardware="h200", limits=("GPU.",), status="incomplete: interrupted", gates=failed, **PLAIN),
     ]
     text = text_of(tmp_path, *runs)
+    flags = "**INCOMPLETE** (interrupted); **tokens differ from the baseline's**"
+    assert f"\n> On h200: {flags}\n" in text, "one line a run"
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings == ["## cpu", "## cpu, with `workload.count=9`", "## h200"]
     assert text.count("concurrency 8: 1.52x tokens/s") == 3
@@ -548,17 +563,18 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0)
     lines = (tmp_path / "reports/README.md").read_text().splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
-    assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
+    assert lines[header] == "| mechanism | CPU | kernels | small | 7B | served | GPUs |"
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
     one = "[1.52x tokens/s (6,500 against 4,291)](demo.md)<br>2 of 2 claims supported"
     refuting = one.replace("2 of 2 claims supported", "1 of 2 claims supported, **1 refuted**, 3 commits since")
     served = one.replace("demo.md", "demo.small.http.md") + ", 3 commits since"
-    assert cells == ["demo", one, "", refuting, served, one]
+    assert cells == ["demo", one, "", "", refuting, served, one]
     assert lines[header + 3].startswith(
         "| other | [Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.52x ["
     )
     sole = one.replace("demo", "sole")
-    assert lines[header + 4] == f"| sole |  |  |  |  | With `long`: {sole}<br><br>With `short`: {sole} |"
+    assert lines[header + 4] == f"| sole |  |  |  |  |  | With `long`: {sole}<br><br>With `short`: {sole} |"
+    assert pages.column(replace(mixed.info, scale="none")) == "kernels", "of no model"
     simulated = one.replace("1.52x", "1.51x")  # of repeats that are alike: the ratio of their medians
     assert lines[-2:] == [f"| demo | cpu | `a=1` | {one} |", f"| demo | simulated-h200 | `a=1` | {simulated} |"]
 
@@ -658,3 +674,39 @@ def test_a_damaged_result_of_another_experiment_stops_no_run(tmp_path):
 def test_a_report_without_results_says_what_to_do(tmp_path):
     with pytest.raises(StoreError, match="run an experiment first"):
         report.rebuild(tmp_path / "nothing", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mix=long prompts rate_per_s=6.0", "long prompts, 6 requests/s"),
+        ("heads=28/4 batch=1 length=512", "heads 28/4, batch 1, length 512"),
+        ("routing=uniform tokens=1", "uniform routing, 1 token"),
+        ("prefix_tokens=4096 suffix_tokens=32", "4096 prefix tokens, 32 suffix tokens"),
+        ("layers=all count=64", "all layers, 64 requests"),
+        ("tokens=1,024 heads=16 64 x 4096", "1,024 tokens, heads 16, 64 x 4096 tokens"),
+        ("8 clients", "8 clients"),
+    ],
+)
+def test_a_point_is_told_in_words(name, told):
+    assert wording.point(name) == told
+
+
+def test_an_old_result_is_told_in_todays_words():
+    notes = (
+        "Process 1: swap at count=2, repeat 1: 1 of 200 steps look too short, since an end before them was read late.",
+        "Up to 1 other GPUs of this machine computed for somebody else meanwhile.",
+        "Process 2, 3: swap, repeat 2: 4 of 100 steps look too short, since an end before them was read late.",
+        "The host's speed changed by 6 to 6 % during 1 of 6 passes.",
+    )
+    assert in_todays_words(result(notes=notes)).info.notes == (
+        "Other GPUs of this machine, 1 at most, computed for somebody else when passes ended.",
+        "The host's speed changed by 6 % during 1 of 6 passes.",
+        "In 2 passes steps look too short, since an end before them was read late: up to 4 % of a pass's.",
+    )
+
+
+def test_settings_that_a_page_tells_elsewhere_are_not_its_name():
+    given = result(hardware="h200x2", run="device=cuda,processes=1,repeats=2,size=4", **PLAIN)
+    assert pages.heading(given.info) == "h200x2, with `size=4`"
+    assert pages.heading(replace(given.info, run="device=cuda,processes=1")) == "h200x2"

@@ -242,7 +242,7 @@ SERVING: dict[str, Formula] = {
         lambda s: _mean([x for r in s.records if (x := r.expert_imbalance) is not None], missing=NOT_COUNTED)),
     "rank_imbalance": of_engine("experts' tokens of a layer's busiest rank / of its average one, mean step", "", LOWER,
         lambda s: _mean([x for r in s.records if (x := r.rank_imbalance) is not None], missing=NOT_EXCHANGED)),
-    "exchange_excess": of_engine("those bytes / a row there and back for each rank with a token's experts", "", LOWER,
+    "exchange_excess": of_engine("bytes sent / the fewest that would do", "", LOWER,
                                  _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
     "exchange_mb": of_engine("bytes of a step to experts of other ranks and back, mean", "MB", LOWER,
                              _of_exchanges(lambda t: t.sent_bytes / 1e6)),

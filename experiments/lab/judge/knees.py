@@ -1,4 +1,5 @@
-"""Where the knees of a run's searches lie, by the passes that each search has made: rate_search.py makes them."""
+"""What is kept of a rate at which requests arrive: goodput; and where the knees of a run's searches lie, by the passes
+that each search has made: rate_search.py makes them."""
 
 from __future__ import annotations
 
@@ -14,12 +15,30 @@ from experiments.lab.store.rows import Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
+GOODPUT = "goodput_rps"
 PASS = "search at "  # begins the name of the point of each of its passes
 
 
 def share(config: Mapping[str, Any]) -> float:
     """Of the requests, which must come in time at a rate that a run of this config calls sustained."""
     return float((config.get("experiment", {}).get("search") or {}).get("share", IN_TIME))
+
+
+def offered(settings: Mapping[str, Any]) -> float | None:
+    """The rate of arrivals that a point states, in requests a second."""
+    return next((value for key, value in settings.items() if key in (RATE, RATE.rpartition(".")[2])), None)
+
+
+def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The rows, with goodput at a stated rate of arrivals as the share in time times that rate. Over the time of the
+    whole pass, which a row may be, it loses by the answers that are still under way when the last request arrives."""
+    rates = {name: rate for name, settings in points.items() if (rate := offered(settings)) is not None}
+    good = next((row for row in rows if row.metric == GOODPUT), None)
+    shares = [row for row in rows if good and row.metric == KEPT and row.valid and row.point in rates]
+    told = {(row.variant, row.point, row.process, row.repeat) for row in shares}
+    kept = [r for r in rows if r.metric != GOODPUT or (r.variant, r.point, r.process, r.repeat) not in told]
+    unit = good.unit if good else ""
+    return [*kept, *(replace(r, metric=GOODPUT, value=r.value * rates[r.point], unit=unit) for r in shares)]
 
 
 def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:

@@ -17,6 +17,7 @@ PARTS = 3  # of a sentence: two that matter, and what it costs
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
+WIDE = 2.0  # times its lower end an interval reaches: then the ratio alone would say more than is known
 
 
 def answer(result: Result) -> str:
@@ -85,19 +86,27 @@ def in_words(effect: Effect, info: RunInfo) -> str:
         times = f"{wording.number(ratio.median)}x " if ratio else ""
         return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
     if ratio is None or ratio.low is None:
-        return f"{short} {told}" + (" (one valid repeat)" if (ratio or effect.own).n == 1 else "")
+        alone = ratio or effect.own
+        why = "one valid repeat" if alone.n == 1 else "one process, all repeats alike" if alone.low is None else ""
+        return f"{short} {told}" + (f" ({why})" if why else "")
     if effect.told == 0:
         gain = effect.gain
         loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
+    doubts = [f"{effect.open}: not shown"] if effect.open else []
+    unsure = bool(doubts) or (ratio.high is not None and ratio.high > WIDE * ratio.low)
+    times = wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x"
     if effect.better is Better.higher and not share:
-        short, told = f"{wording.number(ratio.median)}x {short}", f"({told})"
+        short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
+    elif unsure:
+        doubts = [times, *doubts]
+    doubt = f" ({'; '.join(doubts)})" if doubts else ""
     if effect.told > 0:
-        return f"{short} {told}"
+        return f"{short} {told}{doubt}"
     by = "" if share or not 0.5 < ratio.median < 2 else f"{_two_digits(100 * abs(ratio.median - 1))} % "
-    return f"{short} {told}: {by}worse"
+    return f"{short} {told}: {by}worse{doubt}"
 
 
 def figures(effect: Effect, info: RunInfo) -> str:

@@ -25,9 +25,9 @@ ERRORS = """\
 same in fp32."""
 SAMPLES = "Each prompt, and the greedy text that followed, cut at the length that was asked for."
 STATISTICS = """\
-Tables give the median over the repeats and, in brackets, a 95 % interval. A claim is *supported* or *refuted* only
-where the whole interval lies on one side of its bound, else *inconclusive*. INVALID values are listed and never
-counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
+Tables give the median of the processes' medians over their repeats, or of one process's repeats, and in brackets a 95 %
+interval. A claim is *supported* or *refuted* only where the whole interval lies on one side of its bound, else
+*inconclusive*. INVALID values are listed and never counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 
 
 def details(result: Result) -> list[str]:

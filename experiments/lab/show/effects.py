@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from experiments.lab.judge.claims import AIM, Claim, Judgement, Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.show import wording
 from experiments.lab.spec import PREDICTED, RATE
 from experiments.lab.store.result import Result, RunInfo
 
@@ -37,6 +38,7 @@ class Effect:
     aim: float | None = None
     guards: bool = False  # a claim asks that nothing is lost, not that something is gained
     reason: str = ""  # why there is no figure that counts
+    open: str = ""  # the bounds that its interval neither keeps nor misses, in words
     beside: str = ""  # the label of the reference's variant
     verdict: Verdict = Verdict.inconclusive  # on the claims; inconclusive without any
 
@@ -82,6 +84,8 @@ def of_claims(result: Result) -> list[Effect]:
             effect = _with_bound(effect, j.claim)
         effect = replace(effect, verdict=_verdict(own))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
+        unknown = [wording.bound(j.claim, result.info) for j in own if j.verdict is Verdict.inconclusive and j.estimate]
+        effect = replace(effect, open=", ".join(unknown))
         found.append(replace(effect, target=None, aim=None) if both else effect)
     return found
 
@@ -132,7 +136,15 @@ def between(result: Result, metric: str, cell: Cell, reference: Cell | None, rea
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
     beside = info.variants[reference[0]] if reference else ""
+    if not info.is_simulated:
+        own, base, paired = map(_without_chance, (own, base, paired))
     return Effect(metric, cell, reference, better, own, base, paired, reason=reason, beside=beside)
+
+
+def _without_chance(found: Estimate | None) -> Estimate | None:
+    """Repeats of one process that are all the same, as rates of a few are, say nothing of another one."""
+    alike = found is not None and found.processes == 1 and found.low == found.high
+    return replace(found, low=None, high=None) if found is not None and alike else found
 
 
 def peers(info: RunInfo) -> list[str]:

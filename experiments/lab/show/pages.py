@@ -29,11 +29,12 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
     first = results[0].info
     limits = dict.fromkeys(limit for r in results for limit in r.info.limits)
     code = dict.fromkeys(path for r in results for path in r.info.code)
+    machines = ", ".join(dict.fromkeys(r.info.hardware for r in results))
     parts = [
         MARK,
-        f"# {first.title}",
+        f"# On {machines}: {first.title}",
         *(f"> **NOT IN THIS REPORT**: `results/{path.as_posix()}` cannot be read." for path in damaged),
-        *(f"> **{flag}**, on {heading(r.info)}" for r in results for flag in flags(r)),
+        *(f"> On {heading(r.info)}: {'; '.join(map(_marked, told))}" for r in results if (told := flags(r))),
         first.question,
     ]
     for result in results:
@@ -45,13 +46,22 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _marked(flag: str) -> str:
+    """What it is stands out; what follows it in brackets, and what is behind a colon, says more."""
+    name, *more = re.split(r"(?= \()", flag, maxsplit=1)
+    return f"**{name}**{''.join(more)}"
+
+
 def heading(info: RunInfo) -> str:
-    return info.hardware if info.run == "default" else f"{info.hardware}, with {overrides(info)}"
+    return f"{info.hardware}, with {overrides(info)}" if overrides(info) else info.hardware
 
 
 def overrides(info: RunInfo) -> str:
-    """A run's name in pieces that a line can be broken between, and that are no markdown."""
-    return ", ".join(f"`{piece}`" for piece in info.run.split(",") if piece)
+    """A run's name in pieces that a line can be broken between, and that are no markdown; without what the page says in
+    other places: on what device, and how often. Empty of a run that differs in nothing else."""
+    said = ("device=", "processes=", "repeats=")
+    pieces = [] if info.run == "default" else info.run.split(",")
+    return ", ".join(f"`{piece}`" for piece in pieces if piece and not piece.startswith(said))
 
 
 def screen(result: Result, since: Since) -> str:
@@ -110,7 +120,7 @@ def _beside_others(result: Result) -> list[str]:
     info, told = result.info, ": none ran beside it"
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
-        compared: dict[str, list[str]] = {}
+        compared: dict[str, list[tuple[float, str]]] = {}
         peers = effects.peers(info)
         for peer in peers:
             name = peer.partition("_")[2]  # our variant that it is like: of `vllm_w8a8` it is `w8a8`
@@ -119,12 +129,15 @@ def _beside_others(result: Result) -> list[str]:
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 text = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)} ({theirs})"
-                if not pair.told:
+                if pair.gain.low is None:
+                    text = f"{text.removesuffix(')')}; no interval)"
+                elif not pair.told:
                     gain = wording.interval(pair.gain, "x")
                     text = f"not told apart from {_named(info, peer)} ({theirs}; {gain} as good)"
-                compared.setdefault(f"{info.variants[own]} {ours}", []).append(text)
-        if compared:
-            said = "; ".join(", ".join([own, *theirs]) for own, theirs in compared.items())
+                compared.setdefault(f"{info.variants[own]} {ours}", []).append((pair.gain.median, text))
+        if compared:  # the best peer first
+            every = ([own, *(text for _, text in sorted(theirs))] for own, theirs in compared.items())
+            said = "; ".join(map(", ".join, every))
             told = f", {wording.short(metric, info)}{wording.at(point)}: {said}"
     others = {"Peers": told, "The original project": info.original and f": {info.original}"}
     others["To reach"] = info.target and f": {info.target}"
@@ -155,15 +168,15 @@ def _named(info: RunInfo, variant: str) -> str:
     return f"{name[: told.end()]} {facts[package]}{name[told.end() :]}" if package and told else name
 
 
-CPU, SMALL, LARGE, SERVED, GPUS = "CPU", "small", "7B", "served", "GPUs"
-COLUMNS = (CPU, SMALL, LARGE, SERVED, GPUS)
+CPU, ALONE, SMALL, LARGE, SERVED, GPUS = "CPU", "kernels", "small", "7B", "served", "GPUs"
+COLUMNS = (CPU, ALONE, SMALL, LARGE, SERVED, GPUS)
 BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- results: end -->"
 ABOUT = """\
-What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
-the model whose shapes they have), *served* is over HTTP; *with* names a run of settings of its own. A figure is of
-the first claim of its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes
-these pages from them again. *Commits since* have touched the code that the page names, or its question, since it was
-measured; of what was *asked differently since* the claims are others by now. `python run.py stale` lists what is due.\
+What each mechanism was worth, by what it was measured on: *kernels* are calls on one GPU without a model, *small* and
+*7B* models on one, *served* is over HTTP; *with* names a run of settings of its own. A figure is of the first claim of
+its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them
+again. *Commits since* have touched the code that the page names, or its question, since it was measured; of what was
+*asked differently since* the claims are others by now. `python run.py stale` lists what is due.\
 """
 
 
@@ -173,7 +186,7 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
     inside = in_matrix(results)
     for info, cell in ((result.info, _cell(result, since)) for result in results):
         if info in inside:
-            named = "" if info.run == "default" else f"With {overrides(info)}: "
+            named = f"With {overrides(info)}: " if overrides(info) else ""
             cells.setdefault(info.experiment, {name: [] for name in COLUMNS})[column(info)].append(named + cell)
         else:
             others.append((info.experiment, info.hardware, overrides(info), cell))
@@ -210,7 +223,7 @@ def column(info: RunInfo) -> str:
         return GPUS
     if _is_served(info):
         return SERVED
-    return LARGE if info.scale in (NO_SCALE, "7b") else SMALL
+    return {NO_SCALE: ALONE, "7b": LARGE}.get(info.scale, SMALL)
 
 
 def _is_served(info: RunInfo) -> bool:
@@ -219,7 +232,7 @@ def _is_served(info: RunInfo) -> bool:
 
 def _readme_table(results: Sequence[Result]) -> str:
     """What was measured on a GPU, each mechanism once: in the largest setting that it was measured in."""
-    order = (LARGE, GPUS, SERVED, SMALL)
+    order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
     best = {r.info.experiment: r for r in own}
@@ -227,7 +240,7 @@ def _readme_table(results: Sequence[Result]) -> str:
     lines = []
     for result in best.values():
         info, mark = result.info, ", ".join(badges(result))
-        named = "" if info.run == "default" else f", with {overrides(info)}"
+        named = f", with {overrides(info)}" if overrides(info) else ""
         told = f"{sentence(result)} {mark}".rstrip()
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told))
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)

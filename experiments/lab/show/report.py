@@ -13,6 +13,7 @@ from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.figures.gallery import FIGURES
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
+from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import MARK, index_page, readme_with, report_page
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError, page_name
@@ -20,6 +21,7 @@ from experiments.lab.store.runs import Since, commits_since
 
 INDEX = "README.md"
 HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
+LARGEST = 40_000  # characters of an <svg>: a larger one, such as of steps one by one, stays the picture that it is
 SCREEN_ROWS = 24  # of tables on a terminal
 
 
@@ -35,7 +37,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         raise StoreError(f"{results} holds no results yet: run an experiment first")
     # An incomplete run beside a complete one is not shown: the page is of the other.
     beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
-    found = [r for r in found if store.run_path(r.info) not in beside]
+    found = [in_todays_words(r) for r in found if store.run_path(r.info) not in beside]
     page_of = lambda result: page_name(result.info)  # noqa: E731
     found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
@@ -70,7 +72,8 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
             path.unlink()
         stale |= {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")} - {None, *pages}
         texts = {path.stem: path.read_text(encoding="utf-8") for path in (index, *written)}
-        store.write_atomic({reports / HTML: document(texts, drawn)})
+        inside = {name: svg for name, svg in drawn.items() if len(svg) <= LARGEST}
+        store.write_atomic({reports / HTML: document(texts, inside)})
     for path in (reports / FIGURES).glob("*.png"):
         if path.name not in drawn and frame.made_for(path) in stale:
             path.unlink()

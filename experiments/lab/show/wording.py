@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.lab import points
-from experiments.lab.judge.claims import Judgement, Verdict
+from experiments.lab.judge.claims import Claim, Judgement, Verdict
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Provenance, Result, RunInfo
@@ -34,7 +34,12 @@ _SHORT = {  # what a metric is called where a line has no room
     "acceptance": "tried drafts accepted",
     "accepted_of_drafted": "drafts accepted",
     "exchange_mb": "bytes sent to experts",
-    "exchange_excess": "bytes sent / needed",
+    "exchange_excess": "bytes sent for each that is needed",
+    "rank_imbalance": "busiest rank's tokens / the average",
+    "expert_imbalance": "busiest expert's tokens / the average",
+    "slo_share": "requests in time",
+    "slo_rate_per": "requests/s within the SLO",
+    "goodput": "requests/s in time",
     "prefix_hit_rate": "prompt tokens found in the cache",
     "route": "CPU time of a router",
     "formula_share": "measured / theory",
@@ -56,7 +61,13 @@ _SHORT = {  # what a metric is called where a line has no room
     "matmul_int8_tflop": "int8 products",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
-_COUNTED = {"count": ("request", "requests"), "rows": ("row", "rows"), "mib": ("MiB", "MiB")}  # settings: one, many
+_COUNTED = {  # settings: one, many
+    "count": ("request", "requests"),
+    "rows": ("row", "rows"),
+    "mib": ("MiB", "MiB"),
+    "tokens": ("token", "tokens"),
+    **{f"{of}_tokens": (f"{of} token", f"{of} tokens") for of in ("prompt", "prefix", "suffix")},
+}
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
@@ -76,7 +87,7 @@ def known(name: str) -> str | None:
 
 def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:
     """`13.4 ms`; of a share `78.5 %`; and no unit that the metric's short name has already."""
-    if is_share(name, info) and 0 <= amount <= 1:
+    if is_share(name, info) and abs(amount) <= 1:
         return share(amount)
     own = info.metrics[name].unit
     return f"{number(amount)} {own}" if unit and own and own not in short(name, info).split() else number(amount)
@@ -111,11 +122,17 @@ def titled(text: str, name: str) -> str:
 
 
 def point(name: str) -> str:
-    """`hit_rate=0.5` as `hit rate 0.5`, `count=64` as `64 requests`, and `layers=all` as `all layers`."""
+    """`hit_rate=0.5` as `hit rate 0.5`, `count=64` as `64 requests`, `layers=all` as `all layers`, `mix=long prompts
+    rate_per_s=6.0` as `long prompts, 6 requests/s`."""
+    name = re.sub(r"(?<=[^,\s]) (?=\w+=|\d+ x \d)", ", ", name)
+    name = re.sub(r"\b(?:mix|load|case)=", "", name)
+    name = re.sub(r"\brate_per_s=([\d.]+?)(?:\.0)?(?![\d.])", r"\1 requests/s", name)
+    name = re.sub(r"\brouting=(\w+)", r"\1 routing", name)
+    name = re.sub(r"\b(\d+) x (\d+)\b", r"\1 x \2 tokens", name)  # sequences, and how long each is
     name = re.sub(r"\b(\w+)=all\b", r"all \1", name)
     for key, (one, many) in _COUNTED.items():
-        name = re.sub(rf"\b{key}=1\b", f"1 {one}", name)
-        name = re.sub(rf"\b{key}=(\d+)", rf"\1 {many}", name)
+        name = re.sub(rf"\b{key}=1\b(?!,\d)", f"1 {one}", name)
+        name = re.sub(rf"\b{key}=(\d+(?:,\d{{3}})*)", rf"\1 {many}", name)
     return name.replace("=", " ").replace("_", " ")
 
 
@@ -213,7 +230,9 @@ def _of_gates(gates: Sequence[Any], info: RunInfo) -> Line:
         measured = f"{number(worst.error)}{agreed}"
     else:
         other = f"generates the same greedy tokens as {info.variants.get(str(info.baseline), '')}"
-        claim = f"{label} {f'answers each request as {first.against}' if first.against else other}"
+        against = first.against.replace("it is answered alone", "the tokens that it gets alone")
+        against = against if against != first.against else f"{against} tokens"
+        claim = f"{label} {f'gives every request {against}' if first.against else other}"
         measured = f"{sum(g.equal_tokens for g in gates):,} of {sum(g.total_tokens for g in gates):,} tokens"
         if count == 1 and (at := first.first_difference) is not None:
             where = f"request {at.request}, token {at.position}"
@@ -229,9 +248,7 @@ def of_claim(judged: Judgement, info: RunInfo) -> Line:
     metric, times = info.metrics[claim.metric], "x" if claim.bound.is_ratio else ""
     unit = times or f" {metric.unit}".rstrip()
     text = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
-    text += f" at {claim.point}: " if claim.point else ": "
-    least = "from" if claim.upper is not None else "at least" if claim.bound.is_floor else "at most"
-    text += f"{least} {number(claim.value)}{'' if claim.upper is None else f' to {number(claim.upper)}'}{unit}"
+    text += f" at {claim.point}: {bound(claim, info)}" if claim.point else f": {bound(claim, info)}"
     if claim.bound.is_ratio and claim.reference_variant != claim.variant:
         text += f" that of {info.variants[str(claim.reference_variant)]}"
     elif claim.bound.is_ratio:
@@ -239,6 +256,13 @@ def of_claim(judged: Judgement, info: RunInfo) -> Line:
     text += "" if claim.aim is None else f" (aim {number(claim.aim)}{times})"
     measured = NOTHING if found is None else interval(found, times) + ("" if times else unit)
     return Line(text, judged.verdict.value, measured, claim.source, judged.reason)
+
+
+def bound(claim: Claim, info: RunInfo) -> str:
+    """`at least 1.5x`, `from 2 to 3 ms`"""
+    unit = "x" if claim.bound.is_ratio else f" {info.metrics[claim.metric].unit}".rstrip()
+    least = "from" if claim.upper is not None else "at least" if claim.bound.is_floor else "at most"
+    return f"{least} {number(claim.value)}{'' if claim.upper is None else f' to {number(claim.upper)}'}{unit}"
 
 
 def device(info: RunInfo) -> str:

@@ -154,8 +154,10 @@ class Result:
 
     @cached_property
     def table(self) -> Table:
-        """With searches as their passes have bracketed the knee, those outside of the range among them."""
-        return Table(knees.bracketed(self.rows, self.info.points, self.info.config), self.info.is_simulated)
+        """With searches as their passes have bracketed the knee, those outside of the range among them, and goodput as
+        what is kept of the rate of arrivals."""
+        rows = knees.with_goodput(knees.bracketed(self.rows, self.info.points, self.info.config), self.info.points)
+        return Table(rows, self.info.is_simulated)
 
     def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
         """Those that count, by process and repeat."""

@@ -45,6 +45,7 @@ class Groups:
     log: bool  # the axis
     estimate: Estimator  # of repeats
     higher: bool  # is better
+    share: bool  # told in percent
     out_of: str = ""  # which these are of how many; empty: all
 
     @property
@@ -112,6 +113,7 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         log=log,
         estimate=of_metric(info.metrics.get(metric)),
         higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
+        share=metric in info.metrics and info.metrics[metric].share,
     )
 
 
@@ -147,7 +149,8 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
             if not groups.dots or count == 1:
                 end = min(float(np.nanmax([*repeats.values(), middle + drawn.errors[1][one]])), most)
-                frame.beside(ax, wording.number(middle), (end, place), 4)
+                text = wording.share(middle) if groups.share else wording.number(middle)
+                frame.beside(ax, text, (end, place), 4)
     for group, (found, tried) in enumerate(zip(groups.found, groups.tried, strict=True)):
         if not any(found):  # said once
             frame.beside(ax, "INVALID" if any(tried) else "not measured", (0, group), 3, xycoords=EDGE)
@@ -160,6 +163,8 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
         ax.set_yticks([])
     ax.margins(x=0.16)
     frame.scale(ax.xaxis, groups.log)
+    if groups.share:
+        frame.percent(ax.xaxis)
     return True
 
 

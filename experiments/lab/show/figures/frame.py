@@ -92,13 +92,18 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<(?!g data-tip)[^>]*>", lambda tag: _shorter(tag[0]), text)
     for number, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', text)):  # called after coordinates, whose last
         text = text.replace(clip, f"{name}-{number}")  # digits differ from process to process
-    return re.sub(r"\s*\n\s*", "\n", text)
+    text, before = re.sub(r"\s*\n\s*", "\n", text), ""
+    while text != before:  # groups that say nothing, from the innermost out
+        text, before = re.sub(r"<g>\n((?:(?!<g|</g>)[^\x00])*)</g>\n", r"\1", text), text
+    return text
 
 
 def _shorter(tag: str) -> str:
-    """The same tag with coordinates to a tenth of a point, and no blanks that say nothing."""
+    """The same tag with coordinates to a tenth of a point, and nothing that says nothing."""
     tag = re.sub(r'style="[^"]*"', lambda found: re.sub(r"(?<=[:;]) |font-family:[^;\"]*;?", "", found[0]), tag)
-    return re.sub(r"(\d+\.\d)\d+", r"\1", " ".join(tag.split()))
+    tag = re.sub(r' transform="rotate\(-?0 [^"]*"', "", " ".join(tag.split()).replace("xlink:href", "href"))
+    tag = re.sub(r' d="[^"]*"', lambda found: re.sub(r" ?([MLCQz]) ?", r"\1", found[0]), tag)
+    return re.sub(r"(\d+)\.0(?!\d)", r"\1", re.sub(r"(\d+\.\d)\d+", r"\1", tag))
 
 
 def says(artist: Artist, tips: Sequence[str]) -> None:
@@ -190,6 +195,10 @@ class _LogTicks(LogLocator):
             if len(found := [place for place in every if vmin <= place <= vmax]) >= enough:
                 return found
         return MaxNLocator(nbins=4, steps=[1, 2, 5, 10]).tick_values(vmin, vmax)
+
+
+def percent(axis: Axis) -> None:
+    axis.set_major_formatter(lambda place, _: f"{plain(round(100 * place, 9))} %")
 
 
 def log_ticks(axis: Axis) -> None:

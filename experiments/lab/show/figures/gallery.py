@@ -99,6 +99,7 @@ def _under_load(result: Result) -> Iterator[Picture]:
 NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
+TITLE = 36  # characters above one of so many
 WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: timeline.gantt}  # which are the only panel of a figure
 ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
 
@@ -118,12 +119,15 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
     groups = bars.few([bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every])
     height = max([1.6 if all(groups) else PANEL_HEIGHT, *(1.1 + each.height for each in groups if each)])
     figure = frame.new(width, rows * height + 0.6)
+    figure.set_layout_engine("constrained", wspace=0.06)  # a label at the side of a panel is not its neighbour's
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for index, (ax, (panel, own)) in enumerate(zip(axes, every, strict=False)):
         here, before = groups[index], groups[index - 1] if index % columns else None
         named = here is None or before is None or before.names != here.names
         if why := _panel(ax, panel, own, here, named):
             frame.nothing(ax, why)
+        if columns == PANELS_A_ROW:
+            ax.set_title(textwrap.fill(ax.get_title(), TITLE))
     for ax in axes[len(every) :]:
         ax.set_visible(False)
     frame.legend(figure, axes)
@@ -152,6 +156,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
         return NO_VALUE
     positive = all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
     frame.scale(ax.yaxis, panel.log_y and positive, metric.share)
+    if metric.share:
+        frame.percent(ax.yaxis)
     ax.set_ylabel(frame.axis_label(metric, 36))
     lines.bounds(ax, panel, result, places)
     return ""

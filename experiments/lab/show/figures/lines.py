@@ -157,7 +157,7 @@ def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, floa
     elif len(found) == 1:  # of several, a curve does not tell which is whose
         ((claim, value),) = found
         least = "at least" if value == claim.limits[0] else "at most"
-        text = f"claim: {least} {wording.number(value)}{wording.at(claim.point)}"
+        text = f"claim: {least} {wording.value(value, claim.metric, result.info, unit=False)}{wording.at(claim.point)}"
         ax.axhline(value, color=BOUND, linewidth=1, linestyle="--", label=text)
 
 

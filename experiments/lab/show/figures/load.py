@@ -20,7 +20,7 @@ from experiments.lab.store.result import Result
 
 COUNT = "workload.count"
 IN_FLIGHT = ("workload.concurrency", COUNT)
-SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
+SPEED, GOODPUT = "output_tokens_per_s", knees.GOODPUT
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
 WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
@@ -174,6 +174,8 @@ def waits(found: Sequence[Waits], result: Result) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(max(smallest / 1.5, 0.01), 130)
         frame.log_ticks(ax.yaxis)
-        ax.set(title="lower is better", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
+        lacking = [result.info.variants[v] for other in found for v in other.values if v not in each.values]
+        known = f"; times of {', '.join(dict.fromkeys(lacking))} were not stored" if lacking else ""
+        ax.set(title=f"lower is better{known}", xlabel=each.label, ylabel=f"share of {each.what} above (%)")
     frame.legend(figure, axes)
     return figure

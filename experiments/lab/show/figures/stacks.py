@@ -38,14 +38,17 @@ def draw(
     `axis`, beside a sum what it can be at most, and a tick at what each row took without the profiler. `looks` are of
     the pieces, by their names."""
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
+    own = looks is None
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
     figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3))
     longest = max(sum(pieces.values()) for pieces in rows.values())
+    sizes = {name: [pieces[name] for pieces in rows.values() if name in pieces] for name in names}
+    thin = {name: found for name, found in sizes.items() if own and max(found) <= NARROW * longest}
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
         for name, size in ((name, size) for name, size in pieces.items() if size > 0):
             look = {"edgecolor": "white", "linewidth": 0.6, **looks[name]}
-            (bar,) = ax.barh(row, size, 0.68, left=left, label=frame.once(ax, name), **look)
+            (bar,) = ax.barh(row, size, 0.68, left=left, label=frame.once(ax, _with_sizes(name, thin, unit)), **look)
             frame.says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
             if size > NARROW * longest:
                 frame.beside(ax, wording.number(size), (left + size / 2, row), 0, ha="center", fontsize=7.5, **ON_TOP)
@@ -65,6 +68,12 @@ def draw(
     return figure
 
 
+def _with_sizes(name: str, thin: Mapping[str, list[float]], unit: str) -> str:
+    """Of a piece that is nowhere wide enough for its number, for the legend."""
+    ends = dict.fromkeys(wording.number(of(thin[name])) for of in (min, max)) if name in thin else ()
+    return f"{name}: {' to '.join(ends)} {unit}" if ends else name
+
+
 def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
     """Metrics as the pieces of a bar for each variant and point; None where no variant has all of them anywhere."""
     info = result.info
@@ -75,7 +84,8 @@ def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
             pieces = {info.metrics[part].label: max(0.0, stats.median(values)) for part, values in found.items()}
             rows[f"{info.variants[variant]}, {wording.point(point)}"] = pieces
     metric = info.metrics[panel.metric]
-    return draw(rows, metric.unit, frame.axis_label(metric, 60)) if rows else None
+    # Parts are means, which add up, whatever the whole is told by.
+    return draw(rows, metric.unit, f"{metric.label.partition(',')[0]}: its parts ({metric.unit})") if rows else None
 
 
 def memory_of(result: Result) -> Rows:
@@ -88,7 +98,8 @@ def memory_of(result: Result) -> Rows:
             for part in filter(key.startswith, MEMORY):
                 told = ((float(n.replace(",", "")), unit) for n, unit in _SIZE.findall(str(said[key])))
                 sizes[part] += sum(size / (1 if unit == "GiB" else 1024) for size, unit in told)
-        if sizes["weights"] and sizes["KV"]:
+        # Graphs of more than the weights are no graphs: somebody else, such as a peer, loaded while they were captured.
+        if sizes["KV"] and sizes["weights"] > sizes["CUDA graphs"]:
             found[label] = {part: size for part, size in sizes.items() if size}
     return found
 
@@ -96,7 +107,9 @@ def memory_of(result: Result) -> Rows:
 def memory(result: Result) -> Figure:
     """What is left of the device is free, or work space: drawn, it would often dwarf the rest."""
     whole = result.info.provenance.device.get("gpu_memory_gib", 0.0)
-    return draw(memory_of(result), "GiB", "GiB, of those that the device has", most=whole)
+    return draw(
+        memory_of(result), "GiB", "GiB of the GPU's memory (behind a bar: their sum, of all that it has)", most=whole
+    )
 
 
 ROWS = 14  # of a table of kernels; what is left is summed up
@@ -108,7 +121,7 @@ LOOKS: dict[str, dict[str, str]] = {
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
-PLAIN = "the step's time without the profiler"
+PLAIN = "mean step just before, without the profiler"
 TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
@@ -120,8 +133,10 @@ def describe(result: Result) -> str:
         "in a pass of their own after everything else had been timed. *step* is a step's time on the host's clock "
         "without the profiler; *profiled* is from step to step with it, which costs the host and each launch some "
         "time: where it is more than *step*, a tick in the picture, that is why, and so much of the idle time is the "
-        "profiler's. In *kernels* some kernel ran; *idle between steps* is when none did from the end of one step to "
-        "the start of the next; the rest is between a step's own kernels. A kernel's role is guessed from its name."
+        "profiler's. *step* is a mean of as many steps, just before these: a slow one among them moves it, which the "
+        "median ITL of all timed passes does not show. In *kernels* some kernel ran; *idle between steps* is when none "
+        "did from the end of one step to the start of the next; the rest is between a step's own kernels. A kernel's "
+        "role is guessed from its name."
     )
     own = [f"{result.info.variants[p.variant]} {p.point}".strip() for p in result.info.profiles
            if sum(by_role(_kernels(p, result)).values()) > OVERLAP * p.busy_us]  # fmt: skip

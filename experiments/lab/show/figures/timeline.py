@@ -41,6 +41,7 @@ LABELS = {"queued": "waiting"}  # where a legend has another word
 ROW, WIDEST = 0.11, 5.0  # inches of a request, and points of its line
 IN_GANTT = 16  # requests: beside the seconds that more of them take, none would be longer than a dot
 PREFILL, DECODE = COLOURS["prefill"], COLOURS["decode"]
+LOADING, LOADED = "waiting for KV that is loaded", "#661100"
 USED, UNUSED, CACHED, TIME, LOST = "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7", "#D55E00"
 
 
@@ -69,6 +70,8 @@ def describe(result: Result) -> str:
         "computed, blue while it decodes), and what the KV blocks hold (in % of the variant's own). A triangle marks a "
         "step that preempted somebody."
     )
+    if any(map(_loads, result.steps)):
+        text += " Brown is a step that computes nothing, since the KV of a prompt has to be loaded first."
     most = max(Counter((step.variant, step.point) for step in result.steps).values())
     if most > MAX_STEPS:
         text += (
@@ -90,7 +93,8 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     for column, (variant, steps) in enumerate(own.items()):
         course = partial(shape, steps, end=end, binned=binned)
         _steps(axes[0, column], axes[1, column], course, binned)
-        draw_requests(axes[2, column], first_pass(result, variant, point))
+        loads = [(s.start_s, s.start_s + s.duration_s) for s in steps if _loads(s)]
+        draw_requests(axes[2, column], first_pass(result, variant, point), loads)
         _blocks(axes[3, column], course, steps)
         axes[0, column].set_title(_title(steps, result), **HEAD)
         axes[-1, column].set_xlabel("seconds from the start of the timed pass")
@@ -134,6 +138,14 @@ def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: b
         tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
     times = course(lambda s: 1e3 * s.duration_s)
     duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
+    loads = course(lambda s: 1e3 * s.duration_s * _loads(s))
+    if loads.largest.any():
+        duration.stairs(loads.largest, loads.edges, fill=True, color=LOADED, label=LOADING)
+
+
+def _loads(step: StepRow) -> bool:
+    """Whether it computed nothing: those that run wait for KV of their prompts from host memory or files."""
+    return step.num_prefilling > 0 and not step.decode_tokens and not step.prefill_tokens
 
 
 def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) -> None:
@@ -208,10 +220,11 @@ def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
         start = moment
 
 
-def draw_requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
+def draw_requests(ax: Axes, requests: Sequence[RequestRow], loads: Sequence[tuple[float, float]] = ()) -> None:
     """A line each, in the order of their arrival; of those that arrived together, of their turns. Below it a thin one,
-    as long as the copies of its KV took, which ends when the last of them did."""
-    spans: dict[str, list[tuple[float, float, float, str]]] = {name: [] for name in COLOURS}
+    as long as the copies of its KV took, which ends when the last of them did. `loads`: when steps waited for KV, which
+    is no prefill."""
+    spans: dict[str, list[tuple[float, float, float, str]]] = {name: [] for name in (*COLOURS, LOADING)}
     copies: list[tuple[float, float, float]] = []
     turn = lambda r: (r.arrival_s, math.inf if r.first_scheduled_s is None else r.first_scheduled_s)  # noqa: E731
     for row, request in enumerate(sorted(requests, key=turn)):
@@ -219,13 +232,16 @@ def draw_requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
         tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
         for phase, start, end in phases(request):
             spans[phase].append((row, start, end, f"{request.request}: {phase} {end - start:.3g} s; {tokens}"))
+            both = ((max(start, since), min(end, until)) for since, until in loads if phase == "prefill")
+            spans[LOADING] += [(row, since, until, f"{request.request}: {LOADING} {until - since:.3g} s; {tokens}")
+                               for since, until in both if since < until]  # fmt: skip
             if phase == "transfer after it" and request.transfer_s is not None:
                 copies.append((row + 0.4, end - request.transfer_s, end))
     width = max(0.6, min(WIDEST, 75 / max(1, len(requests))))
     for phase, found in spans.items():
         if found:
             rows, starts, ends, tips = zip(*found, strict=True)
-            lines = ax.hlines(rows, starts, ends, color=COLOURS[phase], linewidth=width,
+            lines = ax.hlines(rows, starts, ends, color=COLOURS.get(phase, LOADED), linewidth=width,
                               label=LABELS.get(phase, phase))  # fmt: skip
             frame.says(lines, tips)
     if copies:
@@ -250,7 +266,7 @@ def gantt(panel: PanelSpec, result: Result) -> Figure | None:
         draw_requests(ax, requests)
         ax.set_title(result.info.variants[variant], **HEAD)
         ax.set(xlabel="seconds from the start of the pass", yticks=[])
-    axes[0].set(ylabel="requests, one a line", ylim=(most, -0.8))  # the first one on top
+    axes[0].set(ylabel="requests,\none a line", ylim=(most, -0.8))  # the first one on top
     axes[0].set_xlim(left=0)
     frame.legend(figure, axes)
     return figure

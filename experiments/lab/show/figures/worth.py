@@ -34,12 +34,13 @@ def forest(result: Result) -> Figure:
     marks = [1.0, *(place for effect, gain in found for place in (gain.median, *effect.ticks) if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
-    parts = []  # of each row metric, variant and point
+    parts: list[list[str]] = []  # of each row metric, variant, and what its point says
     for effect, _ in found:
         where = wording.point(effect.cell[1])
         if effect.reference and effect.at_another_point:
             where += f" beside {wording.point(effect.reference[1])}"
-        parts.append((wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where))
+        who = [info.variants[effect.cell[0]]] if many else []
+        parts.append([wording.short(effect.metric, info), *who, *filter(None, where.split(", "))])
     for row, (effect, gain) in enumerate(found):
         colour = _colour(effect)
         ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
@@ -49,7 +50,7 @@ def forest(result: Result) -> Figure:
             if end != edge:
                 ax.plot([edge], [row], marker, color=colour, markersize=9)
         (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
-        name, figures = ", ".join(filter(None, parts[row])), answer.figures(effect, info)
+        name, figures = ", ".join(parts[row]), answer.figures(effect, info)
         frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {figures}"])
         for tick, (label, shade, height) in zip(effect.ticks, TICKS, strict=True):
             if tick is not None:
@@ -59,12 +60,12 @@ def forest(result: Result) -> Figure:
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
     # What all rows have in common stands below them.
-    alike = [len(set(every)) == 1 for every in zip(*parts, strict=True)]
-    own = [", ".join(text for text, same in zip(row, alike, strict=True) if text and not same) for row in parts]
-    if not all(own):
-        own, alike = [", ".join(filter(None, row)) for row in parts], [False] * len(alike)
-    shared = ", ".join(text for text, same in zip(parts[0], alike, strict=True) if text and same)
-    frame.name_rows(ax, ["\n".join(textwrap.wrap(name, 44)[:2]) for name in own])
+    alike = set.intersection(*map(set, parts))
+    if any(alike >= set(row) for row in parts):
+        alike = set()
+    own = [", ".join(text for text in row if text not in alike) for row in parts]
+    shared = ", ".join(text for text in parts[0] if text in alike)
+    frame.name_rows(ax, ["\n".join(textwrap.wrap(name, 44)[:3]) for name in own])
     frame.scale(ax.xaxis, log=True)
     left, right = min(ax.get_xlim()[0], 0.8), max(ax.get_xlim()[1], 1.25)
     if right / left > 6:

@@ -1,0 +1,51 @@
+"""Words of stored results that have found better ones since. A result keeps what it was written with: labels, notes,
+names of variants; what is said here is said of all pages, until the last such result has been measured again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from experiments.lab.show import wording
+from experiments.lab.store.result import Result
+
+LABELS = {  # of metrics
+    "those bytes / a row there and back for each rank with a token's experts": "bytes sent / the fewest that would do",
+}
+VARIANTS = {("flash_decode", "FA4"): "FA4, no split"}  # by their experiment
+_LATE = re.compile(r"(Process [\d, ]+: )?(.*), repeat (\d+): (\d+) of (\d+) steps look too short.*")
+_NOTES = (
+    (r"Up to (\d+) other GPUs of this machine computed for somebody else meanwhile",
+     r"Other GPUs of this machine, \1 at most, computed for somebody else when passes ended"),
+    (r"changed by (\d+) to \1 % during", r"changed by \1 % during"),
+)  # fmt: skip
+
+
+def in_todays_words(result: Result) -> Result:
+    info = result.info
+    return replace(
+        result,
+        info=replace(
+            info,
+            metrics={name: replace(m, label=LABELS.get(m.label, m.label)) for name, m in info.metrics.items()},
+            variants={name: VARIANTS.get((info.experiment, label), label) for name, label in info.variants.items()},
+            notes=tuple(_notes(info.notes)),
+        ),
+    )
+
+
+def _notes(notes: Iterable[str]) -> Iterator[str]:
+    """Passes with steps whose start was read late are one note, as they have been since."""
+    late = list[tuple[int, int]]()
+    for note in notes:
+        if found := _LATE.fullmatch(note):
+            late.append((int(found[4]), int(found[5])))
+            continue
+        for before, now in _NOTES:
+            note = re.sub(before, now, note)
+        yield note
+    if late:
+        most = max(count / of for count, of in late)
+        yield (f"In {len(late)} passes steps look too short, since an end before them was read late: up to "
+               f"{wording.number(100 * most)} % of a pass's.")  # fmt: skip
