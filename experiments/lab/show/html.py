@@ -1,5 +1,4 @@
-"""All pages as one HTML file, made from their markdown: no server, and figures that answer to the pointer. What would
-be most of the file, figures of a great many steps, is shown as the pictures that lie beside it."""
+"""All pages as one HTML file, made from their markdown: no server, and figures that answer to the pointer."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}
 td,th{border:1px solid #ddd;padding:4px 8px;text-align:left;vertical-align:top}th{background:#f4f4f4}
 pre,code{background:#f4f4f4;font-size:13px}pre{padding:8px;overflow-x:auto}
 blockquote{margin:8px 0;padding:4px 12px;border-left:4px solid #D55E00;background:#fff4ec}
-svg,img{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif;white-space:pre}
+svg{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif;white-space:pre}
 summary{cursor:pointer;font-weight:600;margin:6px 0}
 section{scroll-margin-top:60px}.js section{display:none}.js section.on{display:block}
 #tip{position:fixed;pointer-events:none;background:#202020;color:#fff;padding:3px 8px;border-radius:4px;font-size:13px}
@@ -52,8 +51,7 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
 
     Args:
         pages: name -> markdown, the index first; a link to `name.md` leads there.
-        figures: file name of a picture -> the <svg> that takes its place, whose ids are no other figure's. Another
-            picture is linked to, as its page does.
+        figures: file name of a picture -> the <svg> that takes its place, whose ids are no other figure's.
     """
     styles: dict[str, str] = {}  # what many figures have in common, once: with the class that stands for each
     hatches: dict[str, str] = {}  # likewise, with their ids
@@ -87,9 +85,7 @@ def _section(text: str, figures: Mapping[str, str]) -> str:
             token.attrs["href"] = _PAGE.sub(r"#\1", href)
         elif token.type == "image":
             name = str(token.attrs["src"]).rpartition("/")[2]
-            token.attrs["loading"] = "lazy"
-            if name in figures:
-                token.type, token.content = "html_inline", figures[name]
+            token.type, token.content = "html_inline", figures.get(name, html.escape(token.content))
         elif token.type in ("html_inline", "html_block") and not _TAGS.match(token.content):
             token.content = html.escape(token.content)
     return str(_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, {}))

@@ -21,7 +21,6 @@ from experiments.lab.store.runs import Since, commits_since
 
 INDEX = "README.md"
 HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
-LARGEST = 40_000  # characters of an <svg>: a larger one, such as of steps one by one, stays the picture that it is
 SCREEN_ROWS = 24  # of tables on a terminal
 
 
@@ -72,8 +71,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
             path.unlink()
         stale |= {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")} - {None, *pages}
         texts = {path.stem: path.read_text(encoding="utf-8") for path in (index, *written)}
-        inside = {name: svg for name, svg in drawn.items() if len(svg) <= LARGEST}
-        store.write_atomic({reports / HTML: document(texts, inside)})
+        store.write_atomic({reports / HTML: document(texts, drawn)})
     for path in (reports / FIGURES).glob("*.png"):
         if path.name not in drawn and frame.made_for(path) in stale:
             path.unlink()
