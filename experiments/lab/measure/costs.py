@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import yaml
@@ -23,7 +24,6 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.points import flat, keys, within
 from experiments.lab.spec import BOUND, ESTIMATE
 from experiments.lab.store import result as store
-from experiments.lab.store.rows import converter
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
@@ -294,8 +294,8 @@ def push_block_s(target: Target) -> float:
 def read(path: Path) -> CostFile:
     """Raises ConfigError where it is no file of costs."""
     try:
-        return converter(CostFile)(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
+        return msgspec.convert(yaml.safe_load(path.read_text()), CostFile, strict=False)
+    except (OSError, yaml.YAMLError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from experiments.lab.axes import IN_PROCESS, OWN
 from experiments.lab.judge import knees, stats
@@ -32,7 +33,7 @@ from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRo
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, Turn, converter, from_csv, rounded, to_csv
+from experiments.lab.store.rows import Row, Table, Turn, from_csv, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -297,10 +298,12 @@ def read(path: Path) -> Result:
             rows[name] = from_csv(kind, text)
         written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        return Result(converter(RunInfo)(document), remarks=remarks, **rows)
+        if unknown := sorted(document.keys() - {f.name for f in fields(RunInfo)}):
+            raise ValueError(f"unknown fields {unknown}")
+        return Result(msgspec.convert(document, RunInfo, strict=False), remarks=remarks, **rows)
     except StoreError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
         raise StoreError(f"{path} is cut short, or is not a result file ({error!r}): {AGAIN}") from error
 
 
@@ -326,15 +329,6 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
 
 
 def plain(value: Any) -> Any:
-    """As JSON and YAML have it; numbers are rounded."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
-    return value
+    """As JSON and YAML have it; numbers are rounded, and those that JSON does not have are text."""
+    text = json.dumps(value, default=lambda part: part.value if isinstance(part, Enum) else vars(part))
+    return json.loads(text, parse_float=lambda x: rounded(float(x)), parse_constant=lambda x: str(float(x)))
