@@ -16,24 +16,23 @@ Storage for Less Computation", FAST 2025):
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from mini_infer.core.errors import ConfigError
 
 MOST_TOKENS = 10**9  # beyond any model: a slip of the pen
 WHERE = "docs/workloads.md says where to get a trace and what it must look like"
-TIME, PROMPT, OUTPUT = COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # of Azure
-# Seven digits of a second, which Python 3.10 does not read by itself; later traces add an offset from UTC.
-MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
-INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")  # of Mooncake
 HASH_BLOCK = 512  # tokens
-LATEST_MS = 10**15  # what a float holds to the tenth of a millisecond
+EPOCH = datetime(2000, 1, 1, tzinfo=timezone.utc)  # near enough for a float to keep all seven digits
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+Milliseconds = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # what a float holds to the tenth of one
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,35 @@ class Record:
     prefix_ids: tuple[int, ...] = ()
 
 
-class BrokenLine(Exception):
-    """What is wrong with it."""
+class Azure(msgspec.Struct):
+    """A line, by the names of its columns."""
+
+    TIMESTAMP: str  # has seven digits of a second, which no datetime holds; later traces add an offset from UTC
+    ContextTokens: Tokens
+    GeneratedTokens: Tokens
+
+    @property
+    def record(self) -> Record:
+        whole, fraction = re.sub(r"\.\d+", "", self.TIMESTAMP), re.search(r"\.\d+", self.TIMESTAMP)
+        moment = msgspec.convert(whole, datetime)
+        since = moment - (EPOCH if moment.tzinfo else EPOCH.replace(tzinfo=None))
+        seconds = since.total_seconds() + float(fraction[0] if fraction else 0)
+        return Record(seconds, self.ContextTokens, self.GeneratedTokens)
+
+
+class Mooncake(msgspec.Struct):
+    timestamp: Milliseconds
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: tuple[int, ...]
+
+    @property
+    def record(self) -> Record:
+        blocks = -(-self.input_length // HASH_BLOCK)
+        if len(self.hash_ids) != blocks:
+            made = f"input_length={self.input_length} makes {blocks} blocks of {HASH_BLOCK} tokens"
+            raise ValueError(f"{made}, but hash_ids holds {len(self.hash_ids)}")
+        return Record(self.timestamp / 1e3, self.input_length, self.output_length, self.hash_ids)
 
 
 @dataclass(frozen=True)
@@ -74,104 +100,41 @@ def read(path: str) -> TraceFile:
     except OSError as error:
         raise ConfigError(f"workload.path={path} cannot be read: {error.strerror}. {WHERE}") from error
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}, line {line}: it is no UTF-8 text. Is the file still compressed? {WHERE}") from error
+        at = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {at}: it is no UTF-8 text. Is the file still compressed? {WHERE}") from error
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"workload.path={path} is empty. {WHERE}")
-    first, header = lines[0]
-    format, records, numbers = _detect(path, header), list[Record](), list[int]()
+    header = lines[0][1]
+    columns, azure = [cell.strip() for cell in header.split(",")], Azure.__struct_fields__
+    if not header.startswith("{") and not set(azure) <= set(columns):
+        raise ConfigError(
+            f"workload.path={path} is no trace that is known here. Its first line is {header[:80]!r}; an Azure trace "
+            f"begins with the columns {','.join(azure)}, a Mooncake trace is JSON lines with "
+            f"{', '.join(Mooncake.__struct_fields__)}"
+        )
+    records, numbers = list[Record](), list[int]()
+    body = lines if header.startswith("{") else lines[1:]
     try:
-        parse, body = (_mooncake, lines) if format == "mooncake" else (_azure(header), lines[1:])
-        for number, told in body:
+        for number, line in body:
             numbers.append(number)
-            records.append(parse(told))
-            _check(*records[-2:])
-    except BrokenLine as broken:
-        at = numbers[-1] if numbers else first
-        raise ConfigError(f"{path}, line {at}: {broken}. Mend the file; no line is passed over in silence") from broken
+            records.append(_parsed(line, columns).record)
+            if (earlier := records[-2:][0].time_s - records[-1].time_s) > 0:
+                raise ValueError(f"it is {earlier:.3f} s earlier than the line before it: sort the file by time")
+    except (ValueError, msgspec.DecodeError) as error:
+        mend = "Mend the file; no line is passed over in silence"
+        raise ConfigError(f"{path}, line {numbers[-1]}: {error}. {mend}") from error
     if not records:
         raise ConfigError(f"workload.path={path} has a header and no requests. {WHERE}")
+    format = "mooncake" if body is lines else "azure"
     return TraceFile(file.name, format, hashlib.sha256(data).hexdigest(), tuple(records), tuple(numbers))
 
 
-def _detect(path: str, first: str) -> str:
-    if first.startswith("{"):
-        return "mooncake"
-    if any(column in first for column in COLUMNS):
-        return "azure"
-    raise ConfigError(
-        f"workload.path={path} is no trace that is known here. Its first line is {first[:80]!r}; an Azure trace begins "
-        f"with the columns {','.join(COLUMNS)}, a Mooncake trace is JSON lines with {', '.join(FIELDS)}"
-    )
-
-
-def _check(*last: Record) -> None:
-    """The newest record, behind the one before it."""
-    newest = last[-1]
-    for what, tokens in (("prompt", newest.prompt_tokens), ("output", newest.output_tokens)):
-        if not 1 <= tokens <= MOST_TOKENS:
-            raise BrokenLine(f"a request has 1 to {MOST_TOKENS:,} {what} tokens, this one has {tokens}")
-    if (earlier := last[0].time_s - newest.time_s) > 0:
-        raise BrokenLine(f"it is {earlier:.3f} s earlier than the line before it: sort the file by time")
-
-
-def _azure(header: str) -> Callable[[str], Record]:
-    """Columns may stand in any order, and others beside them."""
-    columns = [cell.strip() for cell in header.split(",")]
-    missing = [column for column in COLUMNS if column not in columns]
-    if missing:
-        raise BrokenLine(f"the columns are {','.join(columns)}; {', '.join(missing)} missing")
-
-    def parse(line: str) -> Record:
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(columns):
-            raise BrokenLine(f"it has {len(cells)} of {len(columns)} columns: {line[:60]!r}")
-        row = dict(zip(columns, cells, strict=True))
-        time_s = _time(row[TIME])
-        for column in (PROMPT, OUTPUT):
-            if not INTEGER.fullmatch(row[column]):
-                raise BrokenLine(f"{column} must be a whole number, got {row[column]!r}")
-        return Record(time_s, int(row[PROMPT]), int(row[OUTPUT]))
-
-    return parse
-
-
-def _time(text: str) -> float:
-    match = MOMENT.fullmatch(text)
-    try:
-        if match is None:
-            raise ValueError
-        seconds, fraction, offset = match.groups()
-        zone = "+00:00" if offset in (None, "Z") else offset
-        moment = datetime.strptime(seconds.replace("T", " ") + zone, "%Y-%m-%d %H:%M:%S%z")
-    except ValueError:
-        raise BrokenLine(f"{TIME} must look like 2023-11-16 18:15:46.6805900, got {text!r}") from None
-    epoch = datetime(2000, 1, 1, tzinfo=timezone.utc)  # near enough for a float to keep all seven digits
-    return (moment - epoch).total_seconds() + float(fraction or 0)
-
-
-def _mooncake(line: str) -> Record:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise BrokenLine(f"it is no JSON, or cut short: ...{line[-60:]!r}") from None
-    if not isinstance(row, dict):
-        raise BrokenLine(f"it must be an object with {', '.join(FIELDS)}, got {line[:60]!r}")
-    missing = [name for name in FIELDS if name not in row]
-    if missing:
-        raise BrokenLine(f"{', '.join(missing)} missing; it has {', '.join(row)}")
-    timestamp, prompt, output, ids = (row[name] for name in FIELDS)
-    if type(timestamp) not in (int, float) or not abs(timestamp) < LATEST_MS:
-        raise BrokenLine(f"timestamp must be milliseconds, got {timestamp!r}")
-    for name, value in (("input_length", prompt), ("output_length", output)):
-        if type(value) is not int:
-            raise BrokenLine(f"{name} must be a whole number, got {value!r}")
-    if not isinstance(ids, list) or any(type(value) is not int for value in ids):
-        raise BrokenLine(f"hash_ids must be a list of whole numbers, got {str(ids)[:60]}")
-    blocks = -(-prompt // HASH_BLOCK)
-    if prompt > 0 and len(ids) != blocks:
-        raise BrokenLine(
-            f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}"
-        )
-    return Record(timestamp / 1e3, prompt, output, tuple(ids))
+def _parsed(line: str, columns: Sequence[str]) -> Azure | Mooncake:
+    """Columns of Azure may stand in any order, and others beside them. Raises ValueError or msgspec.DecodeError."""
+    if columns[0].startswith("{"):
+        return msgspec.json.decode(line, type=Mooncake)
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != len(columns):
+        raise ValueError(f"it has {len(cells)} of {len(columns)} columns: {line[:60]!r}")
+    return msgspec.convert(dict(zip(columns, cells, strict=True)), Azure, strict=False)
