@@ -16,7 +16,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
-from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind, PeerSettings
@@ -118,7 +117,7 @@ class RunConfig:
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
     paths: Paths = field(default_factory=Paths)
     experiment: Any = None
-    axes: Axes = field(default_factory=Axes)
+    axes: axes.Axes = field(default_factory=axes.Axes)
     scales: Any = None  # what the experiment says of each scale, and of each way beside in_process: see axes.py
     via: Any = None
 
@@ -130,7 +129,7 @@ class _Shared(dict[str, Any]):
         return self
 
 
-def register(conf: Path = CONF, experiment: str = "*") -> None:
+def register(conf: Path = axes.CONF, experiment: str = "*") -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
     experiments of the folder `conf` say of their scales; reading all of them takes seconds, one of them none."""
     store = ConfigStore.instance()

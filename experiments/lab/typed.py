@@ -13,7 +13,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import ablation_spec, axes, points, schema
-from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device
@@ -36,7 +35,7 @@ MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that sa
 @dataclass(frozen=True)
 class Settled:
     config: DictConfig  # what is measured
-    axes: Axes
+    axes: axes.Axes
     default_scale: str  # of the experiment
     changed: Mapping[str, str]  # key -> value, of what was typed and is neither an axis nor a place
     notes: tuple[str, ...]  # about what is left out, and why
@@ -142,7 +141,7 @@ def _drop_claims(config: DictConfig, kept: Callable[[Any], bool], why: str) -> s
 def _require_known(typed: Sequence[Override]) -> None:
     """`+foo=1` would be merged, and read by nobody."""
     settings = {f.name for f in fields(schema.RunConfig)} - INTERNAL | {"hydra"}
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
+    groups = {path.name for path in axes.CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
     for key in (key for one in typed for key in _keys(one)):
         root = key.replace("/", ".").partition(".")[0]
         if root not in settings:
@@ -291,12 +290,12 @@ def _keys(one: Override) -> Sequence[str]:
     key, value = one.key_or_group, one.value()
     if isinstance(value, Mapping) and value:
         return [f"{key}.{leaf}" for leaf in points.flat(value)]
-    return _keys_of_file(key, str(value)) if (CONF / key).is_dir() else [key]
+    return _keys_of_file(key, str(value)) if (axes.CONF / key).is_dir() else [key]
 
 
 @cache
 def _keys_of_file(group: str, name: str) -> Sequence[str]:
-    path = CONF / group / f"{name}.yaml"
+    path = axes.CONF / group / f"{name}.yaml"
     if not path.is_file():
         return ()
     _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")

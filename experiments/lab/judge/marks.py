@@ -8,7 +8,6 @@ from collections import defaultdict
 from itertools import product
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, RunInfo
@@ -22,7 +21,7 @@ OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s") 
 TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
 
 
-def again(result: Result) -> Estimate | None:
+def again(result: Result) -> stats.Estimate | None:
     """The baseline's second arm over its first, by the metric of the run: in each repeat the geometric mean over all
     points. 5 % of sound runs tell it from 1. None where it was measured once, or the two share no valid repeat."""
     info = result.info

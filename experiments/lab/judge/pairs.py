@@ -13,7 +13,6 @@ from itertools import combinations
 
 from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.grids import Grid
 from experiments.lab.spec import PanelKind
@@ -31,9 +30,9 @@ TOLD = {1: "more than the product", -1: "less than the product", 0: "not told fr
 class Pair:
     first: str  # variants
     second: str
-    alone: tuple[Estimate, Estimate]  # gains
-    both: Estimate
-    interaction: Estimate
+    alone: tuple[stats.Estimate, stats.Estimate]  # gains
+    both: stats.Estimate
+    interaction: stats.Estimate
 
 
 def mechanisms(result: Result) -> list[str]:
@@ -42,7 +41,7 @@ def mechanisms(result: Result) -> list[str]:
     return [name for name in result.info.variants if name not in without and JOINED not in name]
 
 
-def gain(result: Result, variant: str, metric: str) -> Estimate | None:
+def gain(result: Result, variant: str, metric: str) -> stats.Estimate | None:
     """Over the baseline; None where it was not measured."""
     found = _by_repeat(result, variant, metric)
     return stats.factors(found) if found else None

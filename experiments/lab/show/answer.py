@@ -8,7 +8,6 @@ from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, grids, wording
-from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
 PARTS = 3  # of a sentence: two that matter, and what it costs
@@ -71,7 +70,7 @@ def at_most(result: Result) -> list[str]:
     return told
 
 
-def in_words(effect: Effect, info: RunInfo) -> str:
+def in_words(effect: effects.Effect, info: RunInfo) -> str:
     """`1.62x tokens/s (440 -> 708)`, without who and where."""
     short, ratio, told = wording.short(effect.metric, info), effect.ratio, figures(effect, info)
     share = wording.is_share(effect.metric, info)
@@ -96,7 +95,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
     return f"{short} {told}: {by}worse"
 
 
-def figures(effect: Effect, info: RunInfo) -> str:
+def figures(effect: effects.Effect, info: RunInfo) -> str:
     """`88.9 -> 13.4 ms` of a mechanism switched on, `13.4 ms against 88.9`; beside nothing `13.4 ms, target 15`."""
     if effect.own is None:
         return wording.NOTHING
@@ -125,7 +124,7 @@ def badges(result: Result) -> list[str]:
     return [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
 
 
-def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
+def _told_once(found: list[effects.Effect], info: RunInfo) -> list[str]:
     """Each in words, one subject after the other; who it is, against whom and where are said where they change."""
     subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
     parts, before = [], ("", "", "")
@@ -139,12 +138,12 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
     return parts
 
 
-def _who(effect: Effect, info: RunInfo) -> str:
+def _who(effect: effects.Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
     return "" if len(info.variants) == 1 or (effect.beside in OFF and own in ON) else own
 
 
-def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
+def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
     """Where claims name several variants at a point, all of them told apart from the baseline, or none beside anything:
     what each has of the first one's metric, the best first, and then of another metric.
     `Tokens equal to fp32's: w8a16 99.3 %; fp8 96.3 %.`"""

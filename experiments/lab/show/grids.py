@@ -10,7 +10,6 @@ from functools import partial
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.judge.prediction import Miss
 from experiments.lab.show import effects, wording
 from experiments.lab.spec import BOUND, ESTIMATE, PREDICTED, STEPS
 from experiments.lab.store.result import Result, RunInfo
@@ -278,12 +277,12 @@ def misses_in_words(result: Result) -> str:
     return f"Predictions are off by, in the median: {'; '.join(told)}." if told else ""
 
 
-def _asked_for(result: Result) -> list[Miss]:
+def _asked_for(result: Result) -> list[prediction.Miss]:
     """The errors of predictions, where claims are on these themselves."""
     predictions = predictions_of(result.info)
     asked = any(claim.variant in predictions for claim in result.info.claims)
     return list(prediction.misses(result.rows, predictions)) if asked else []
 
 
-def _size(miss: Miss) -> float:
+def _size(miss: prediction.Miss) -> float:
     return abs(miss.share)

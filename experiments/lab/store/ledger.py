@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from experiments.lab.judge import validity
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
-from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure import cells, traces
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.store.rows import Row
 
 Key = tuple[str, str]  # variant, point
@@ -27,10 +25,10 @@ class Round:
     rows: list[Row] = field(default_factory=list)
     gates: dict[Key, Gate] = field(default_factory=dict)  # of tokens, against the baseline's
     tokens: dict[Key, Tokens] = field(default_factory=dict)
-    steps: list[StepRow] = field(default_factory=list)
-    requests: list[RequestRow] = field(default_factory=list)
-    gaps: list[GapRow] = field(default_factory=list)
-    experts: list[ExpertRow] = field(default_factory=list)
+    steps: list[traces.StepRow] = field(default_factory=list)
+    requests: list[traces.RequestRow] = field(default_factory=list)
+    gaps: list[traces.GapRow] = field(default_factory=list)
+    experts: list[traces.ExpertRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,7 +113,7 @@ class Ledger:
         floors = against.floors(served.records) if against.floors else ()  # once, for all metrics
         if against.floors:
             against = replace(against, floors=lambda _: floors)
-        evidence = Evidence(
+        evidence = validity.Evidence(
             served,
             terms.vocab_size,
             measured.drift,

@@ -27,7 +27,6 @@ from experiments.lab.judge import knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import short_names
@@ -165,12 +164,12 @@ class Result:
     def steps_of(self, variant: str, point: str) -> list[StepRow]:
         return [step for step in self.steps if (step.variant, step.point) == (variant, point)]
 
-    def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
+    def estimate(self, variant: str, point: str, metric: str) -> stats.Estimate | None:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
         return stats.absolute(values, about is not None and about.share) if values else None
 
-    def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> Estimate | None:
+    def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> stats.Estimate | None:
         """Of two (variant, point), as stats.ratio."""
         return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 

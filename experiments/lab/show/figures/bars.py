@@ -17,7 +17,6 @@ from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
-from experiments.lab.show.figures.lines import Estimator, Repeats, intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
@@ -37,13 +36,13 @@ class Groups:
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
     series: list[str]
-    found: list[list[Repeats]]  # of each group and series (none: nothing valid)
+    found: list[list[lines.Repeats]]  # of each group and series (none: nothing valid)
     tried: list[list[bool]]  # likewise, whether there are values that do not count
     colours: list[int]  # of the series, or of the groups, whichever are variants: their places among all of the result
     by_point: bool  # the series are points, and the groups variants; else the other way round
     dots: bool  # instead of bars
     log: bool  # the axis
-    estimate: Estimator  # of repeats
+    estimate: lines.Estimator  # of repeats
     higher: bool  # is better
     out_of: int = 0  # so many groups; 0: these are all
 
@@ -109,7 +108,7 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         by_point=by_point,
         dots=log or (len(at) > 1 and len(variants) > MANY),
         log=log,
-        estimate=of_metric(info.metrics.get(metric)),
+        estimate=lines.of_metric(info.metrics.get(metric)),
         higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
     )
 
@@ -125,9 +124,9 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     for index, label in enumerate(groups.series):
         aside = (index - (count - 1) / 2) * room
         kept = [(group, own[index]) for group, own in enumerate(groups.found) if own[index]]
-        drawn = intervals([repeats for _, repeats in kept], groups.estimate)
+        drawn = lines.intervals([repeats for _, repeats in kept], groups.estimate)
         legend = label if count > 1 else None
-        told = [tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
+        told = [lines.tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
                 for group, repeats in kept]  # fmt: skip
         if groups.dots and kept:
             style = line_style(index if groups.by_point else groups.colours[index], 0) | {"linestyle": "none"}
