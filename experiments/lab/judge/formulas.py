@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
@@ -30,12 +31,11 @@ from experiments.lab.judge.metrics import (
     total,
 )
 from experiments.lab.judge.roofline import Floor
-from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.measure.traces import HostUse, Served
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import ExpertTraffic, StepRecord
 
 CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
-PERCENTILES = (50, 90, 95, 99)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
 NOT_COUNTED = Missing("tokens are counted by expert where model.count_experts=true", applies=False)
 NOT_EXCHANGED = Missing("it is measured with model.count_experts=true where ranks share experts", applies=False)
@@ -50,28 +50,23 @@ UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
     """Mean and percentiles of a time in seconds, each sample with its request or, of gaps, the moment of its end."""
 
-    def at(served: Served) -> list[tuple[Hashable, float]]:
-        return [(moment, 1e3 * sample) for moment, sample in samples(served) if sample is not None]
+    def compute(q: int | None, served: Served, context: Context) -> float | Missing:
+        found = [(moment, 1e3 * sample) for moment, sample in samples(served) if sample is not None]
+        times = [ms for _, ms in found]
+        if q is None:
+            return _mean(times)
+        value = stats.percentile(times, q)
+        if value is None:
+            return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+        beyond = {moment for moment, ms in found if ms >= value * (1 - 1e-9)}
+        if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
+            takes = f"takes {stats.SAMPLES_BEYOND}: gaps of several requests that end together are one"
+            return too_few(f"{len(beyond)} moments lie beyond the P{q}, which {takes}")
+        return value
 
-    def percentile(q: int) -> Compute:
-        def compute(served: Served, context: Context) -> float | Missing:
-            found = at(served)
-            value = stats.percentile([ms for _, ms in found], q)
-            if value is None:
-                return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
-            beyond = {moment for moment, ms in found if ms >= value * (1 - 1e-9)}
-            if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
-                takes = f"takes {stats.SAMPLES_BEYOND}: gaps of several requests that end together are one"
-                return too_few(f"{len(beyond)} moments lie beyond the P{q}, which {takes}")
-            return value
-
-        return compute
-
-    found = {f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, lambda s, c: _mean([x for _, x in at(s)]))}
-    for q in PERCENTILES:
-        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
-        found[f"{key}_p{q}_ms"] = of_requests(label, "ms", LOWER, percentile(q))
-    return found
+    labels = {None: f"mean {one}", 50: f"median {one}", 90: "P90", 95: "P95", 99: "P99"}
+    return {f"{key}{f'_p{q}' if q else ''}_ms": of_requests(f"{what}, {label}", "ms", LOWER, partial(compute, q))
+            for q, label in labels.items()}  # fmt: skip
 
 
 def _mean(values: Sequence[float], count: float | None = None, missing: Missing = NOTHING) -> float | Missing:
@@ -89,10 +84,6 @@ def _gaps(served: Served) -> list[tuple[Hashable, float]]:
     return found
 
 
-def _of_requests(time: Callable[[RequestTrace], float | None]) -> Samples:
-    return lambda served: [(index, time(request)) for index, request in enumerate(served.counted)]
-
-
 def _rate(count: Callable[[Served], float]) -> Compute:
     def compute(served: Served, context: Context) -> float | Missing:
         if served.is_burst:
@@ -100,22 +91,6 @@ def _rate(count: Callable[[Served], float]) -> Compute:
         return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
 
     return compute
-
-
-def _completed(served: Served) -> float:
-    """Of an open loop without its ramps those that end meanwhile."""
-    complete = [request for request in served.requests if not request.error]
-    return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
-
-
-def _hit_rate(served: Served, context: Context) -> float | Missing:
-    if not served.records and not (served.host and served.host.tells_cached):
-        return NOT_A_PEERS
-    return _mean([request.cached_tokens for request in served.requests], _asked(served))
-
-
-def _asked(served: Served) -> int:
-    return sum(request.prompt_tokens for request in served.requests)
 
 
 def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Value:
@@ -127,6 +102,20 @@ def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRec
         return above / below if below > 0 else NOTHING
 
     return compute
+
+
+def _completed(served: Served) -> float:
+    """Of an open loop without its ramps those that end meanwhile."""
+    complete = [request for request in served.requests if not request.error]
+    return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
+
+
+def _all_tokens(served: Served) -> int:
+    return sum(len(request.token_times) for request in served.requests)
+
+
+def _asked(served: Served) -> int:
+    return sum(request.prompt_tokens for request in served.requests)
 
 
 def _hits(tokens: Callable[[StepRecord], int]) -> Value:
@@ -154,17 +143,9 @@ def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute
 
 
 def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
-    """A streamed token."""
-
-    def compute(served: Served, host: HostUse) -> float | Missing:
-        used = seconds(host)  # of the whole pass
-        return NOT_TOLD if used is None else _mean([1e6 * used], _all_tokens(served))
-
-    return _over_http(compute)
-
-
-def _all_tokens(served: Served) -> int:
-    return sum(len(request.token_times) for request in served.requests)
+    """A streamed token; `seconds` are of the whole pass."""
+    return _over_http(lambda served, host: NOT_TOLD if (used := seconds(host)) is None else _mean(
+        [1e6 * used], _all_tokens(served)))  # fmt: skip
 
 
 def _roofline(value: Callable[[Sequence[Floor], float], float]) -> Compute:
@@ -190,10 +171,11 @@ STAGES = {
 }
 
 SERVING: dict[str, Formula] = {
-    **_times("ttft", "time to first token", "request", _of_requests(lambda r: r.ttft)),
+    **_times("ttft", "time to first token", "request", lambda s: enumerate(r.ttft for r in s.counted)),
     **_times("itl", "inter-token latency", "gap", _gaps),
-    **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
-    **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
+    **_times("tpot", "time per output token after the first", "request", lambda s: enumerate(
+        r.tpot for r in s.counted)),
+    **_times("e2e", "end-to-end latency", "request", lambda s: enumerate(r.e2e for r in s.counted)),
     "itl_max_ms": of_requests("inter-token latency, longest gap", "ms", LOWER,
                               lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
     "output_tokens_per_s": of_requests("output tokens per second", "tokens/s", HIGHER, _rate(
@@ -207,8 +189,9 @@ SERVING: dict[str, Formula] = {
                             lambda s, c: NOT_SEARCHED),
     "slo_share": of_requests("share of the requests that met every SLO", "", HIGHER,
                              lambda s, c: _mean([c.slo.met_by(r) for r in s.counted]), share=True),
-    "prefix_hit_rate": of_requests("share of prompt tokens found in the prefix cache", "", HIGHER, _hit_rate,
-                                   share=True),
+    "prefix_hit_rate": of_requests("share of prompt tokens found in the prefix cache", "", HIGHER, lambda s, c:
+        _mean([r.cached_tokens for r in s.requests], _asked(s))
+        if s.records or (s.host and s.host.tells_cached) else NOT_A_PEERS, share=True),
     "preemptions": of_requests("preemptions", "", LOWER, lambda s, c:
         float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
     "total_s": of_pass("time for the whole workload", "s", LOWER, lambda s, c: s.took),

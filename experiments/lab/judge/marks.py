@@ -10,7 +10,7 @@ from itertools import product
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 from experiments.lab.workloads.base import ONE_BY_ONE
 
@@ -64,16 +64,6 @@ def severalfold(result: Result) -> list[str]:
     return [text for _, text in sorted(worst.values(), reverse=True)]
 
 
-def few_processes(info: RunInfo) -> str:
-    """Not of an experiment that asks for fewer itself, and not of what is simulated."""
-    asked = info.config.get("measure", {}).get("processes", PROCESSES)
-    count = len(info.processes) or 1
-    by_nature = asked < PROCESSES and "measure.processes" not in info.changed
-    if by_nature or info.is_simulated or count >= PROCESSES:
-        return ""
-    return f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})"
-
-
 def short_passes(result: Result) -> str:
     """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
     info, passes = result.info, defaultdict[tuple[str, str, int, int], list[float]](list)
@@ -97,13 +87,17 @@ def short_passes(result: Result) -> str:
 
 def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does. What stands in brackets can be left out."""
-    found, told = again(result), []
+    info, found, told = result.info, again(result), []
     if found is not None and found.told:
         told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found)}")
     apart = severalfold(result)
     more = len(apart) - 1
     others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""
     told += [f"repeats differ severalfold ({apart[0]}{others})"] if apart else []
-    if found is None and result.info.baseline is not None and result.info.on_gpu:
+    if found is None and info.baseline is not None and info.on_gpu:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
-    return [*told, *filter(None, (few_processes(result.info), short_passes(result)))]
+    asked, count = info.config.get("measure", {}).get("processes", PROCESSES), len(info.processes) or 1
+    by_nature = asked < PROCESSES and "measure.processes" not in info.changed  # the experiment asks for fewer itself
+    if count < PROCESSES and not by_nature and not info.is_simulated:
+        told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})")
+    return [*told, *filter(None, [short_passes(result)])]

@@ -4,7 +4,7 @@ service level objectives (SLO) that a request must keep to count as good."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -96,7 +96,7 @@ NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Value = Callable[[Served], "float | Missing"]
 Compute = Callable[[Served, Context], "float | Missing"]
-Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
+Samples = Callable[[Served], Iterable["tuple[Hashable, float | None]"]]
 
 
 @dataclass(frozen=True)
