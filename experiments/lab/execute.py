@@ -41,10 +41,8 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
     if paths.recorded and experiment.generates and not experiment.settings.gates:
-        raise ConfigError(
-            f"measure.gates=false: {name} generates tokens, and none of an engine that no gate has checked are "
-            "recorded: leave out measure.gates=false, or for a trial --record"
-        )
+        unchecked = f"{name} generates tokens, and none of an engine that no gate has checked are recorded"
+        raise ConfigError(f"measure.gates=false: {unchecked}: leave it out, or for a trial --record")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
@@ -81,10 +79,8 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         with exclusive(results):
             path = report.rebuild(results, reports, only=store.page_name(result.info))[0]
     except (store.StoreError, OSError) as problem:
-        raise IncompleteRun(
-            f"measured and stored in {written}, but the report cannot be made: {problem}. "
-            "`python run.py report` makes it again"
-        ) from problem
+        stored_all = f"measured and stored in {written}, but the report cannot be made: {problem}"
+        raise IncompleteRun(f"{stored_all}. `python run.py report` makes it again") from problem
     stored = store.read(written)
     print(report.summary(stored))
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
@@ -156,7 +152,5 @@ def _store(results: Path, result: store.Result) -> Path:
     except (store.StoreError, OSError) as error:
         print(rows.to_csv(rows.Row, result.rows))
         raise IncompleteRun(f"{problem}; nor to another folder ({error}). The rows stand above, on stdout") from error
-    raise IncompleteRun(
-        f"{problem}. What was measured is kept in {kept.parent}: move its files to {folder} once it can be written, "
-        "and run `python run.py report`"
-    )
+    mend = f"move its files to {folder} once it can be written, and run `python run.py report`"
+    raise IncompleteRun(f"{problem}. What was measured is kept in {kept.parent}: {mend}")

@@ -159,10 +159,8 @@ def _schema(cls: Any, path: str) -> DictConfig:
 
 def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
     """What the YAML says under `experiment`, beside the class that runs it."""
-    values = plain(config.experiment)
-    del values["_target_"]
-    for name in OF_SCALES - {f.name for f in fields(cls)}:
-        values.pop(name, None)
+    left_out = {"_target_"} | (OF_SCALES - {f.name for f in fields(cls)})
+    values = {name: value for name, value in plain(config.experiment).items() if name not in left_out}
     return build(cls, values, "experiment")
 
 
@@ -189,10 +187,9 @@ def workload(config: DictConfig) -> Workload:
     """The chosen workload. Its class is that of the schema which its file names in its defaults list."""
     cls = OmegaConf.get_type(config.workload) if OmegaConf.is_config(config.workload) else None
     if not is_dataclass(cls):
-        raise ConfigError(
-            "the workload has no type: choose one with workload=<name>; a file in conf/workload/ names its kind in "
-            f"its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
-        )
+        kind = f"in its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
+        way = f"choose one with workload=<name>; a file in conf/workload/ names its kind {kind}"
+        raise ConfigError(f"the workload has no type: {way}")
     return typing.cast(Workload, build(cls, config.workload, "workload"))
 
 
@@ -225,7 +222,5 @@ def experiment_class(config: DictConfig) -> Any:
     try:
         return get_class(target)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"experiment._target_={target} must name the class that runs the experiment, such as "
-            f"experiments.ablation.Ablation: {error}"
-        ) from error
+        needed = "must name the class that runs the experiment, such as experiments.ablation.Ablation"
+        raise ConfigError(f"experiment._target_={target} {needed}: {error}") from error

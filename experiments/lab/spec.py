@@ -1,5 +1,4 @@
-"""What the YAML of an experiment may say, whatever the experiment measures; and what settings may be, said by the types
-of their fields: `count: Count = 16`."""
+"""What the YAML of any experiment may say; and what settings may be, by their fields' types: `count: Count = 16`."""
 
 from __future__ import annotations
 

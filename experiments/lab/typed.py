@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     default = axes.check(config, experiment)
     config = config.copy()
     OmegaConf.set_struct(config, False)
-    _require_scale_of_device(config, typed)
-    _set_device(config, typed)
+    _set_device(config, [one.key_or_group for one in typed])
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     _require_read(config, typed, experiment)
@@ -149,10 +148,9 @@ def _require_known(typed: Sequence[Override]) -> None:
 
 
 def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
-    asked = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)]
+    asked, who = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)], experiment
     if not asked:
         return
-    who = experiment
     if config.experiment.get("_target_") == ablation_spec.ABLATION:
         kinds = ablation_spec.kinds(config)
         reads = (*(key for kind in kinds for key in kind.can.reads), *ablation_spec.READ)
@@ -161,34 +159,25 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
         reads = schema.experiment_class(config).reads
     for one, key in asked:
         if not points.within(key, reads):
-            raise ConfigError(
-                f"{one.input_line}: {who} does not read {key}, and would measure the same: leave it out. It reads "
-                f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
-            )
+            unread = f"{who} does not read {key}, and would measure the same: leave it out"
+            raise ConfigError(f"{one.input_line}: {unread}. It reads {', '.join(sorted({*reads, *EVERYWHERE}))}")
 
 
-def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
-    """A model on a GPU, with the dtype, lengths and memory of a scale for a CPU, would be another engine."""
-    device, keys = config.hardware.device, [one.key_or_group for one in typed]
+def _set_device(config: DictConfig, keys: Sequence[str]) -> None:
+    """`hardware=cpu` says where to measure, beside what the machine can do at most. A model on a GPU, with the dtype,
+    lengths and memory of a scale for a CPU, would be another engine."""
+    device, room = config.hardware.device, config.hardware.memory_gib
     others = [scale for scale in config.get("scales") or () if scale != config.axes.scale]
     of_cpu = device is Device.cuda and config.engine.model.device is Device.cpu and "scale" not in keys
     if of_cpu and others and (chosen := [key for key in keys if key in MODEL]):
-        raise ConfigError(
-            f"{chosen[0]} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
-            f"whose settings it is to have, scale={' or scale='.join(others)}"
-        )
-
-
-def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:
-    """`hardware=cpu` says where to measure, beside what the machine can do at most."""
-    device, room = config.hardware.device, config.hardware.memory_gib
-    if device is not None and not any(one.key_or_group == "engine.model.device" for one in typed):
+        way = f"type the one whose settings it is to have, scale={' or scale='.join(others)}"
+        of_scale = f"the settings of scale={config.axes.scale}, which is for a CPU"
+        raise ConfigError(f"{chosen[0]} on a GPU with {of_scale}: {way}")
+    if device is not None and "engine.model.device" not in keys:
         config.engine.model.device = device
     if room is not None and (config.engine.cache.memory_gib or 0) > room:
-        raise ConfigError(
-            f"engine.cache.memory_gib={config.engine.cache.memory_gib:g} is more than the {room:g} GiB of "
-            f"{config.hardware.machine}: choose a smaller scale=..., or set less"
-        )
+        there = f"is more than the {room:g} GiB of {config.hardware.machine}: choose a smaller scale=..., or set less"
+        raise ConfigError(f"engine.cache.memory_gib={config.engine.cache.memory_gib:g} {there}")
 
 
 def _narrow(config: DictConfig, experiment: str) -> list[str]:
@@ -204,7 +193,14 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         if isinstance(named := known.get(bundles), Mapping) and name:  # one more
             known[bundles] = {**named, name: values}
         else:
-            known[axis] = _chosen(axis, known.get(axis), values)
+            values, own_values = values if isinstance(values, (list, Mapping)) else [values], known.get(axis)
+            if isinstance(own_values, Mapping):  # the bundles of that name
+                require_known(f"experiment.points.{axis} has no", map(str, values), own_values)
+                values = {name: own_values[name] for name in values}
+            elif not (axis in known or isinstance(values, Mapping) or axis.startswith(("workload.", "engine."))):
+                ways = "an axis it has, or names with their settings, {name: {workload.count: 8}}"
+                raise ConfigError(f"experiment.points has no {axis!r}: give a key of workload or engine, {ways}")
+            known[axis] = values
     if known == own:
         return []
     config.experiment.points = known
@@ -213,38 +209,21 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     first = {axis: known[axis][0] for axis in asked if isinstance(known.get(axis), list)}
     config.workload = schema.with_values(schema.of_points(config), first).workload
 
-    def stands(claim: Any) -> bool:
-        wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
-        return claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}])
+    def stands(at: Mapping[str, Any]) -> bool:
+        return len(points.fitting(grid, at)) == 1
 
-    lost = _drop_claims(config, stands, "about other points")
-    if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
+    def kept(claim: Any) -> bool:
+        wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
+        return claim.get("everywhere") or all("search" in at or stands(at) for at in wanted or [{}])
+
+    lost = _drop_claims(config, kept, "about other points")
+    if config.experiment.get("timeline") is not None and not stands(config.experiment.timeline):
         config.experiment.timeline = None
-    if config.experiment.get("again_at"):
-        config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
-    for name in ("gate_at", "profile"):
+    for name, instead in (("again_at", []), ("gate_at", [dict(grid[0].values)]), ("profile", [dict(grid[0].values)])):
         if own_points := config.experiment.get(name):
-            config.experiment[name] = [at for at in own_points if _stands(grid, at)] or [dict(grid[0].values)]
+            config.experiment[name] = list(filter(stands, own_points)) or instead
     of = ", ".join(f"{axis} {points.shown(values)}" for axis, values in known.items() if values != own.get(axis))
     return [f"Measured at other points than the experiment's own: {of}.{lost}"]
-
-
-def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
-    return len(points.fitting(grid, at)) == 1
-
-
-def _chosen(axis: str, own: Any, values: Any) -> Any:
-    """The bundles of that name, or the values themselves."""
-    values = values if isinstance(values, (list, Mapping)) else [values]
-    if not isinstance(own, Mapping):
-        if own is None and not isinstance(values, Mapping) and not axis.startswith(("workload.", "engine.")):
-            raise ConfigError(
-                f"experiment.points has no {axis!r}: give a key of workload or engine, an axis it has, or names with "
-                f"their settings, {{name: {{workload.count: 8}}}}"
-            )
-        return values
-    require_known(f"experiment.points.{axis} has no", map(str, values), own)
-    return {name: own[name] for name in values}
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
@@ -290,18 +269,14 @@ def _keys(one: Override) -> Sequence[str]:
     key, value = one.key_or_group, one.value()
     if isinstance(value, Mapping) and value:
         return [f"{key}.{leaf}" for leaf in points.flat(value)]
-    return _keys_of_file(key, str(value)) if (axes.CONF / key).is_dir() else [key]
-
-
-@cache
-def _keys_of_file(group: str, name: str) -> Sequence[str]:
-    path = axes.CONF / group / f"{name}.yaml"
-    if not path.is_file():
-        return ()
-    _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
-    package = package.strip() if said else group.replace("/", ".")
-    leaves = [leaf for leaf in points.flat(axes.plain(OmegaConf.load(path))) if leaf != "defaults"]
-    return () if package == "_global_" else tuple(f"{package}.{leaf}" for leaf in leaves) or (package,)
+    if not (axes.CONF / key).is_dir():
+        return [key]
+    path = axes.CONF / key / f"{value}.yaml"
+    package = path.is_file() and re.match("# @package (.*)", path.read_text(encoding="utf-8"))
+    section = package[1].strip() if package else key.replace("/", ".")
+    if not path.is_file() or section == "_global_":
+        return []
+    return [f"{section}.{leaf}" for leaf in points.flat(axes.read(path)) if leaf != "defaults"] or [section]
 
 
 def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:

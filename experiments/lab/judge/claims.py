@@ -110,10 +110,9 @@ def resolve_all(
                 reference = to, other.name
             claim = Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
             if any(claim.quantity == other.quantity for other in found):
-                raise ConfigError(
-                    f"{where} says again what a claim before it says of {spec.metric} of {spec.variant}, beside the "
-                    "same reference: leave one out, or make them one bound with a stricter `aim`"
-                )
+                again = f"{where} says again what a claim before it says of {spec.metric} of {spec.variant}"
+                ways = "leave one out, or make them one bound with a stricter `aim`"
+                raise ConfigError(f"{again}, beside the same reference: {ways}")
             found.append(claim)
     return found
 

@@ -61,8 +61,7 @@ class Expected:
 
 
 def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
-    """One a variant. Variants that differ in nothing that the gate looks at are computed once, and so is what those
-    with one reference are compared with."""
+    """One a variant. What variants have in common is computed once: their logits, or those of their reference."""
     known: dict[str, ErrorGate] = {}
     references: dict[str, Expected] = {}
     found = []

@@ -1,5 +1,4 @@
-"""What to know of a whole run: whether it has what a result is made of, whether it tells the baseline from itself, and
-whether repeats of a variant agree."""
+"""What to know of a whole run: is it complete, does it tell the baseline from itself, do repeats of a variant agree?"""
 
 from __future__ import annotations
 

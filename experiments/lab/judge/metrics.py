@@ -53,8 +53,7 @@ class SLO:
         return {name: bound for name, bound in vars(self).items() if bound is not None}
 
     def taken_by(self, request: RequestTrace) -> dict[str, float]:
-        """Milliseconds of what each bound is of; endless without a complete answer. A single token has no TPOT and no
-        gap to miss."""
+        """Milliseconds of what each bound is of; endless without an answer. One token has no TPOT and no gap."""
         if request.error or request.ttft is None or request.e2e is None:
             return dict.fromkeys(self.bounds, math.inf)
         gap = max(request.gaps, default=0.0)

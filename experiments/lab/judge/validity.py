@@ -1,6 +1,5 @@
-"""Rules by which a pass counts or not: docs/metrics.md says what each of them finds. What breaks a rule is given
-by the rule's name and the reason. Rules of time hold a pass against a second witness that knows nothing of how its
-times were made."""
+"""Rules by which a pass counts or not, as docs/metrics.md has them: the names of those that are broken, and why.
+Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
 
 from __future__ import annotations
 

@@ -47,10 +47,9 @@ def sentence(result: Result) -> str:
         return _without_claims(result)
     # The first, the next of another metric, and what guards against a loss; else whatever comes next.
     first, rest = claimed[0], claimed[1:]
-    other = next((effect for effect in rest if effect.metric != first.metric), None)
-    guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
-    chosen = [effect for effect in (first, other, guard) if effect is not None]
-    found = [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
+    others = [effect for effect in rest if effect.metric != first.metric][:1]
+    found = [first, *others, *[effect for effect in reversed(rest) if effect.guards and effect not in others][:1]]
+    found = [*found, *(effect for effect in rest if effect not in found)][:PARTS]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     return _capital("; ".join(_told_once(found, info)) + ".")
@@ -111,12 +110,10 @@ def figures(effect: effects.Effect, info: RunInfo) -> str:
 def flags(result: Result) -> list[str]:
     """What a reader must know before any number."""
     info = result.info
-    told = {
-        f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})": info.status == COMPLETE,
-        "tokens differ from the baseline's": all(gate.passed for gate in info.gates),
-        "numbers are too far from the reference's": all(gate.passed for gate in info.error_gates),
-    }
-    return [*(flag for flag, sound in told.items() if not sound), *marks.of(result)]
+    told = [] if info.status == COMPLETE else [f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})"]
+    told += [] if all(gate.passed for gate in info.gates) else ["tokens differ from the baseline's"]
+    told += [] if all(gate.passed for gate in info.error_gates) else ["numbers are too far from the reference's"]
+    return [*told, *marks.of(result)]
 
 
 def badges(result: Result) -> list[str]:

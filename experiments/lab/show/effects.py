@@ -3,6 +3,7 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge.claims import AIM, Claim, Judgement
@@ -75,17 +76,15 @@ def of_claims(result: Result) -> list[Effect]:
             claims.setdefault(key, []).append(j)
     found = []
     for key, own in claims.items():
-        effect = between(result, *key, own[0].reason)
-        for j in own:
-            effect = _with_bound(effect, j.claim)
-        both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
+        bounds = [j.claim for j in own]
+        effect = functools.reduce(_with_bound, bounds, between(result, *key, own[0].reason))
+        both = len({claim.bound.is_floor for claim in bounds}) > 1  # then neither bound is what is to be reached
         found.append(replace(effect, target=None, aim=None) if both else effect)
     return found
 
 
 def shown(result: Result, most: int) -> list[Effect]:
-    """Those that can be drawn: of the claims, then of the first one's metric for other variants and points. Metric by
-    metric, variant by variant, point by point."""
+    """What can be drawn, by metric, variant and point: the claims', then the first one's metric at other cells."""
     info, claimed = result.info, of_claims(result)
     found = [effect for effect in claimed if effect.gain is not None]
     if info.baseline is not None and len(found) < most:

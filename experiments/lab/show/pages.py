@@ -1,6 +1,5 @@
-"""The page of an experiment as markdown: one screen that answers (the answer, whether to believe it, how much and how,
-and what it is to be measured by), and everything else folded below it; the index, every mechanism by the settings
-it was measured in; and the README's table."""
+"""The page of an experiment as markdown, one screen that answers with everything else folded below it; the index, every
+mechanism by the settings it was measured in; and the README's table."""
 
 from __future__ import annotations
 

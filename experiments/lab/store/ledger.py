@@ -68,8 +68,7 @@ class Ledger:
                 self._judge(found, repeat, cell, measured)
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
                 found.steps.extend(traces.step_rows(*cell.key, attempts[-1].served))
-            told = _told(attempts[-1])
-            if told is None:
+            if (told := _told(attempts[-1])) is None:
                 label = self._terms.labels[cell.variant]
                 found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
                 continue

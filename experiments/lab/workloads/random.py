@@ -1,6 +1,5 @@
-"""Random prompts, of which no two begin alike: all of one length, lengths spread evenly over a range, a shared start in
-a stated part of them, long ones that arrive among running decodes, and conversations, whose turns repeat all that was
-said before."""
+"""Random prompts, of which no two begin alike: all of one length, lengths spread over a range, a shared start in a part
+of them, long ones that arrive among running decodes, and conversations, whose turns repeat what was said before."""
 
 from __future__ import annotations
 
@@ -35,10 +34,9 @@ class RandomTokens:
             tokens = self.any(length)
             if self.claim(tokens):
                 return tokens
-        raise ConfigError(
-            f"sequences of {length} tokens from {self._size} token ids cannot all begin differently "
-            f"({len(self._starts)} beginnings are taken): make the workload's prompts longer, or fewer"
-        )
+        taken = f"({len(self._starts)} beginnings are taken): make the workload's prompts longer, or fewer"
+        alike = f"sequences of {length} tokens from {self._size} token ids cannot all begin differently"
+        raise ConfigError(f"{alike} {taken}")
 
     def claim(self, tokens: tuple[int, ...]) -> bool:
         """Whether nothing began like this yet; from now on, something does."""
@@ -91,7 +89,11 @@ class Uniform(Counted):
         middle = (self.min_output_tokens + self.max_output_tokens) / 2
         reach = (self.max_output_tokens - self.min_output_tokens) / 2 * self.output_spread
         outputs = self._lengths(seed, "output", total, round(middle - reach), round(middle + reach))
-        classes = self._classes(seed)
+        classes = [(0, "")] * total
+        if self.urgent_share:  # exactly the share of the measured ones
+            order = generator(seed, "urgent").permutation(self.count)
+            urgent = set(order[: round(self.urgent_share * self.count)].tolist())
+            classes = [(0, "urgent") if n % self.count in urgent else (1, "normal") for n in range(total)]
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         items = [
             Item(tokens.draw(prompt), output, priority=priority, name=name)
@@ -103,15 +105,6 @@ class Uniform(Counted):
         """The same draws for every range, so that two ranges differ by their width alone."""
         drawn = generator(seed, f"{of} lengths").random(total)
         return (low + np.floor(drawn * (high - low + 1))).astype(int).tolist()
-
-    def _classes(self, seed: int) -> list[tuple[int, str]]:
-        """Priority and name of each request, of the warm-up's too. Exactly the share of the measured ones is urgent."""
-        if self.urgent_share == 0:
-            return [(0, "")] * (self.count + self.num_warmup)
-        order = generator(seed, "urgent").permutation(self.count)
-        urgent = set(order[: round(self.urgent_share * self.count)].tolist())
-        every = [index % self.count for index in range(self.count + self.num_warmup)]
-        return [(0, "urgent") if index in urgent else (1, "normal") for index in every]
 
 
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream

@@ -39,12 +39,10 @@ class Text(Counted):
             if len(prompts) == needed:
                 break
         else:
-            raise ConfigError(
-                f"workload.count={self.count} and {self.num_warmup} for the warm-up are more than the {len(prompts)} "
-                f"held-out prompts of {self.min_prompt_tokens} to {self.max_prompt_tokens} tokens that begin "
-                "differently: lower workload.count or workload.concurrency, or widen workload.min_prompt_tokens .. "
-                "workload.max_prompt_tokens"
-            )
+            lengths = f"of {self.min_prompt_tokens} to {self.max_prompt_tokens} tokens that begin differently"
+            ways = "lower workload.count or workload.concurrency, or widen workload.min_ .. max_prompt_tokens"
+            asked = f"workload.count={self.count} and {self.num_warmup} for the warm-up"
+            raise ConfigError(f"{asked} are more than the {len(prompts)} held-out prompts {lengths}: {ways}")
         outputs = rng.integers(self.min_output_tokens, self.max_output_tokens + 1, needed).tolist()
         items = [Item(prompt, output) for prompt, output in zip(prompts.values(), outputs, strict=True)]
         longest = max(items, key=lambda item: len(item.prompt) + item.output_tokens)

@@ -23,8 +23,7 @@ SMALLEST_BLOCK = 4  # tokens: enough ids of any vocabulary for the blocks of a t
 
 @dataclass(frozen=True)
 class Trace(Arriving):
-    """Requests `start` .. `start + limit` of a trace file. Token ids are random, as no trace tells them; where it has
-    block ids, equal ids become equal tokens."""
+    """Requests `start` .. `start + limit` of a trace file. Token ids are random; equal block ids give equal tokens."""
 
     kind: ClassVar[str] = "trace"
     recorded_arrivals: ClassVar[bool] = True
@@ -42,9 +41,8 @@ class Trace(Arriving):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rate_scale != 1 and self.arrivals is not Arrivals.trace:
-            raise ConfigError(
-                f"workload.rate_scale={self.rate_scale} needs workload.arrivals=trace; it is {self.arrivals.value}"
-            )
+            how = f"needs workload.arrivals=trace; it is {self.arrivals.value}"
+            raise ConfigError(f"workload.rate_scale={self.rate_scale} {how}")
 
     @property
     def num_requests(self) -> int:
@@ -82,22 +80,17 @@ class Trace(Arriving):
     def _cut(self, file: TraceFile) -> Sequence[Record]:
         records = file.records[self.start : self.start + self.limit]
         if len(records) < self.limit:
-            raise ConfigError(
-                f"workload.start={self.start} and workload.limit={self.limit} reach beyond {file.name}, which has "
-                f"{len(file.records)} requests: lower them"
-            )
+            there = f"{file.name}, which has {len(file.records)} requests: lower them"
+            raise ConfigError(f"workload.start={self.start} and workload.limit={self.limit} reach beyond {there}")
         coarsest = HASH_BLOCK / SMALLEST_BLOCK
         if self.shrink > coarsest and any(record.prefix_ids for record in records):
-            raise ConfigError(
-                f"workload.shrink={self.shrink} leaves less than {SMALLEST_BLOCK} tokens of a hashed block of "
-                f"{HASH_BLOCK}, too few to tell blocks apart: {coarsest:.0f} is the most. To get shorter prompts, set "
-                "workload.max_prompt_tokens"
-            )
+            few = f"less than {SMALLEST_BLOCK} tokens of a hashed block of {HASH_BLOCK}, too few to tell blocks apart"
+            way = f"{coarsest:.0f} is the most. To get shorter prompts, set workload.max_prompt_tokens"
+            raise ConfigError(f"workload.shrink={self.shrink} leaves {few}: {way}")
         return records
 
     def _times(self, file: TraceFile, records: Sequence[Record]) -> Sequence[float]:
-        """Recorded seconds from the first request on. Raises ConfigError where there is a hole: what lies on both sides
-        of it is no load that went on."""
+        """Recorded seconds from the first request on. Raises ConfigError for a hole: across it no load went on."""
         pauses = [after.time_s - before.time_s for before, after in pairwise(records)]
         if self.max_pause_s is not None:
             return list(accumulate((min(pause, self.max_pause_s) for pause in pauses), initial=0.0))
@@ -105,12 +98,11 @@ class Trace(Arriving):
         mean = sum(rest) / len(rest) if len(rest) >= ENOUGH else 0.0
         for index, pause in enumerate(pauses if self.arrivals is Arrivals.trace else (), 1):
             if pause > HOLE * mean > 0:
-                raise ConfigError(
-                    f"{file.name} has a hole: line {file.lines[self.start + index]} is {pause:,.0f} s later than the "
-                    f"one before it, and requests are {mean:.2g} s apart on average. Take one side of it, "
-                    f"workload.limit={index} or workload.start={self.start + index}; or set workload.max_pause_s: 60, "
-                    f"say, shortens longer pauses to a minute, and {math.ceil(pause)} keeps this one"
-                )
+                at = f"line {file.lines[self.start + index]} is {pause:,.0f} s later than the one before it"
+                sides = f"Take one side of it, workload.limit={index} or workload.start={self.start + index}"
+                keeps = f"60, say, shortens longer pauses to a minute, and {math.ceil(pause)} keeps this one"
+                usual = f"requests are {mean:.2g} s apart on average. {sides}; or set workload.max_pause_s: {keeps}"
+                raise ConfigError(f"{file.name} has a hole: {at}, and {usual}")
         return [record.time_s - records[0].time_s for record in records]
 
     def _lengths(self, record: Record) -> tuple[int, int]:
@@ -168,7 +160,12 @@ class HashBlocks:
             taken = min(end, length) - start
             if taken <= 0:
                 break
-            prompt += self._tokens_of(block_id)[:taken]
+            if block_id not in self._block_tokens:
+                # Rounding makes some shrunk blocks a token longer: what tells blocks apart stands in the part that all
+                # of them have.
+                surely = shrunk(HASH_BLOCK, self._shrink)
+                self._block_tokens[block_id] = self._tokens.draw(surely) + self._tokens.any(2)
+            prompt += self._block_tokens[block_id][:taken]
             node = self._nodes.setdefault((parent, block_id), len(self._had))
             if node == len(self._had):
                 self._had.append(0)
@@ -179,14 +176,6 @@ class HashBlocks:
             self._had[node] = max(self._had[node], taken)
             parent = node
         return tuple(prompt), shared
-
-    def _tokens_of(self, block_id: int) -> tuple[int, ...]:
-        if block_id not in self._block_tokens:
-            # Rounding makes some shrunk blocks a token longer: what tells blocks apart stands in the part that all
-            # of them have.
-            surely = shrunk(HASH_BLOCK, self._shrink)
-            self._block_tokens[block_id] = self._tokens.draw(surely) + self._tokens.any(2)
-        return self._block_tokens[block_id]
 
 
 def shrunk(tokens: int, shrink: float) -> int:

@@ -108,11 +108,10 @@ def read(path: str) -> TraceFile:
     header = lines[0][1]
     columns, azure = [cell.strip() for cell in header.split(",")], Azure.__struct_fields__
     if not header.startswith("{") and not set(azure) <= set(columns):
-        raise ConfigError(
-            f"workload.path={path} is no trace that is known here. Its first line is {header[:80]!r}; an Azure trace "
-            f"begins with the columns {','.join(azure)}, a Mooncake trace is JSON lines with "
-            f"{', '.join(Mooncake.__struct_fields__)}"
-        )
+        looks = f"begins with the columns {','.join(azure)}, a Mooncake trace is JSON lines with "
+        looks += ", ".join(Mooncake.__struct_fields__)
+        known = f"is no trace that is known here. Its first line is {header[:80]!r}; an Azure trace {looks}"
+        raise ConfigError(f"workload.path={path} {known}")
     records, numbers = list[Record](), list[int]()
     body = lines if header.startswith("{") else lines[1:]
     try:

@@ -62,8 +62,7 @@ def goodput(result: Result, knee: str) -> Figure:
 
 
 def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
-    """Variant by variant: what a search has found, else the last of the points' rates up to which the share came in
-    time."""
+    """Of each variant what a search has found, else the last of the points' rates up to which the share was in time."""
     told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
         found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
