@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -62,8 +61,11 @@ def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value: it must be given"
     reason = str(error.msg or error).splitlines()[0]
-    if isinstance(error, ValidationError) and (allowed := _enum_of(error)):
-        return f"{key} cannot be {error.value!r}{suggest(str(error.value), allowed)}"
+    node = error.child_node
+    if node is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
+        node = error.parent_node._get_node(error.key)
+    if isinstance(error, ValidationError) and (kind := getattr(node, "enum_type", None)):
+        return f"{key} cannot be {error.value!r}{suggest(str(error.value), [member.name for member in kind])}"
     return f"{key}: {reason}" if key or isinstance(error, ValidationError) else reason
 
 
@@ -80,10 +82,3 @@ def require_known(what: str, names: Iterable[str], known: Collection[str]) -> No
     for name in names:
         if name not in known:
             raise ConfigError(f"{what} {name!r}{suggest(name, known)}")
-
-
-def _enum_of(error: OmegaConfError) -> list[str]:
-    kind = getattr(error.child_node, "enum_type", None)
-    if kind is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
-        kind = getattr(error.parent_node._get_node(error.key), "enum_type", None)
-    return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

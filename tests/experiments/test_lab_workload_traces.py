@@ -13,8 +13,7 @@ from workload_tools import DRY, Letters, assert_hits_are_intended, dry_engine, i
 from experiments.lab.workloads import Arrivals, Trace
 from experiments.lab.workloads.base import generator
 from experiments.lab.workloads.random import RandomTokens
-from experiments.lab.workloads.trace import HashBlocks, shrunk
-from experiments.lab.workloads.trace_file import read
+from experiments.lab.workloads.trace import HashBlocks, read, shrunk
 from mini_infer.core.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -131,8 +131,7 @@ def _fenced(text: str) -> str:
 def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     if result.runs:
-        paths = [(run.run, f"../results/{run_path(run).as_posix()}.csv") for run in result.runs]
-        return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
+        return f"Data: {', '.join(f'[{run.run}](../results/{run_path(run).as_posix()}.csv)' for run in result.runs)}."
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     data = f"../results/{run_path(info).as_posix()}"
     files = {"csv": ".csv", "json": ".json", **({"steps": ".steps.csv"} if result.steps else {})}

@@ -135,12 +135,6 @@ def waits_of(result: Result) -> list[Waits]:
     return [each for each in enough if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
 
 
-def waits_title(found: Sequence[Waits], result: Result) -> str:
-    text = wording.titled(f"How long {' and '.join(each.what.split()[-1] for each in found)} waited", found[0].point)
-    count = len(result.info.variants)
-    return f"{text} ({MANY} of {count} variants)" if count > MANY else text
-
-
 def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
     """`times` in order, and the share of the weight, in percent, that lies above each; it starts with all of it."""
     order = np.argsort(times, kind="stable")

@@ -92,7 +92,11 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         _steps(axes[0, column], axes[1, column], course, binned)
         draw_requests(axes[2, column], first_pass(result, variant, point))
         _blocks(axes[3, column], course, steps)
-        axes[0, column].set_title(_title(steps, result), **HEAD)
+        last, lost = steps[-1], sum(len(step.preempted) for step in steps)
+        what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
+        took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
+        invalid = "" if (variant, point, 0, 0) in result.counting else " (this pass is INVALID)"
+        axes[0, column].set_title(f"{result.info.variants[variant]}: {took}, {what}{invalid}", **HEAD)
         axes[-1, column].set_xlabel("seconds from the start of the timed pass")
     for ax in axes.flatten():
         ax.tick_params(labelsize=8)
@@ -175,15 +179,6 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
         axes[0].set(yticks=ticks, ylim=(0, 1.05 * most))
     axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
     axes[3].set(ylim=(0, 124), yticks=[0, 50, 100], xlim=(0, end))
-
-
-def _title(steps: Sequence[StepRow], result: Result) -> str:
-    """Of one variant. Its pass may be one that does not count."""
-    last, lost = steps[-1], sum(len(step.preempted) for step in steps)
-    what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
-    took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
-    invalid = "" if (last.variant, last.point, 0, 0) in result.counting else " (this pass is INVALID)"
-    return f"{result.info.variants[last.variant]}: {took}, {what}{invalid}"
 
 
 def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
