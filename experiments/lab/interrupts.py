@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and a time limit's signal as KeyboardInterrupt, after which what was measured is kept."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """One measured number, and the table of them; rows of any dataclass as CSV text, and back."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence
