@@ -9,8 +9,8 @@ from functools import partial
 
 from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.spec import Checked, Positive
 from experiments.lab.store.rows import NOT_SHOWN
-from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
 
 
@@ -33,18 +33,13 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class SLO:
+class SLO(Checked, section="experiment.slo"):
     """Bounds, in milliseconds, that a request must all keep to count as goodput. None: no bound."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    itl_ms: float | None = None  # of every single gap
-    e2e_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, bound in self.bounds.items():
-            if bound <= 0:
-                raise ConfigError(f"experiment.slo.{name} must be above 0 ms, got {bound}")
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    itl_ms: Positive | None = None  # of every single gap
+    e2e_ms: Positive | None = None
 
     @property
     def bounds(self) -> dict[str, float]:

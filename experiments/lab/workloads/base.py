@@ -95,6 +95,10 @@ class Vocabulary:
 class Workload(Checked, section="workload"):
     kind: ClassVar[str]  # its name in YAML
 
+    def __init_subclass__(cls, kind: str = "", **more: str) -> None:
+        super().__init_subclass__(**more)
+        cls.kind = kind
+
     @property
     def num_requests(self) -> int:
         raise NotImplementedError

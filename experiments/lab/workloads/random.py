@@ -3,7 +3,6 @@ of them, long ones that arrive among running decodes, and conversations, whose t
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -45,10 +44,8 @@ class RandomTokens:
 
 
 @dataclass(frozen=True)
-class Fixed(Counted):
+class Fixed(Counted, kind="fixed"):
     """All prompts and all outputs of one length."""
-
-    kind: ClassVar[str] = "fixed"
 
     prompt_tokens: Count = 128
     output_tokens: Count = 128
@@ -61,10 +58,8 @@ class Fixed(Counted):
 
 
 @dataclass(frozen=True)
-class Uniform(Counted):
+class Uniform(Counted, kind="uniform"):
     """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm."""
-
-    kind: ClassVar[str] = "uniform"
 
     count: Count = 256
     min_prompt_tokens: Count = 100
@@ -109,12 +104,10 @@ WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream
 
 
 @dataclass(frozen=True)
-class Mixed(Workload):
+class Mixed(Workload, kind="mixed"):
     """`streams` requests named "stream" arrive at 0; requests named "prompt" arrive every `prompt_every_s`, the first
     one that long after the streams. An open loop without ramps: the streams are there from the start, and are what is
     looked at. Their outputs should outlast the last prompt."""
-
-    kind: ClassVar[str] = "mixed"
 
     streams: Count = 8
     stream_prompt_tokens: Count = 64
@@ -148,14 +141,12 @@ class Mixed(Workload):
 
 
 @dataclass(frozen=True)
-class MultiTurn(Arriving):
+class MultiTurn(Arriving, kind="multi_turn"):
     """A turn's whole prompt is the whole prompt before it, the answer that was really given, and `user_tokens` new
     ones; it is due `think_s` after that answer. Arrivals, rate, concurrency and warmup count conversations.
 
     Items stand conversation by conversation, so that whoever takes the first one that is due finishes a conversation
     before it begins another. Turns are named "turn1", "turn2" and so on."""
-
-    kind: ClassVar[str] = "multi_turn"
 
     conversations: Count = 8
     turns: Count = 4
@@ -197,14 +188,12 @@ class MultiTurn(Arriving):
 
 
 @dataclass(frozen=True)
-class SharedPrefix(Counted):
+class SharedPrefix(Counted, kind="shared_prefix"):
     """`hit_rate` of the requests begin with the prefix of their group; the others have a prompt of the same length of
     their own. Suffixes all differ. The first request of a group computes its prefix, unless the group is primed.
 
     In a closed loop of one request every later one finds the prefix. Requests that start together do not: none of
     them has left anything yet. `prime: true` computes every prefix before the clock starts."""
-
-    kind: ClassVar[str] = "shared_prefix"
 
     count: Count = 32
     prefix_tokens: Natural = 512

@@ -12,11 +12,10 @@ from mini_infer.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Text(Counted):
+class Text(Counted, kind="text"):
     """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
     tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
 
-    kind: ClassVar[str] = "text"
     most: ClassVar[int | None] = 180  # of the lengths below, beside a warm-up
 
     min_prompt_tokens: Count = 32

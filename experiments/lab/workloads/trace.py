@@ -148,10 +148,9 @@ def _parsed(line: str, columns: Sequence[str]) -> Azure | Mooncake:
 
 
 @dataclass(frozen=True)
-class Trace(Arriving):
+class Trace(Arriving, kind="trace"):
     """Requests `start` .. `start + limit` of a trace file. Token ids are random; equal block ids give equal tokens."""
 
-    kind: ClassVar[str] = "trace"
     recorded_arrivals: ClassVar[bool] = True
 
     arrivals: Arrivals = Arrivals.trace  # `trace` for the recorded times; the others take the lengths alone
