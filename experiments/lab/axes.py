@@ -111,11 +111,10 @@ def check(config: DictConfig, experiment: str) -> str:
         raise ConfigError(f"via={axes.via}: {experiment} says nothing of it. Name its scales under `scales` first")
     if axes.via in known.get(axes.scale, ()):
         raise ConfigError(f"{experiment} has `scales`, so its file must lie in conf/experiment/")
-    raise ConfigError(
-        f"{experiment} says nothing of scale={axes.scale} via={axes.via}. It is measured at "
-        + "; ".join(f"scale={scale} via={'|'.join(ways)}" for scale, ways in known.items())
-        + f". Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
-    )
+    there = "; ".join(f"scale={scale} via={'|'.join(ways)}" for scale, ways in known.items())
+    more = f"Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
+    asked = f"{experiment} says nothing of scale={axes.scale} via={axes.via}"
+    raise ConfigError(f"{asked}. It is measured at {there}. {more}")
 
 
 def chosen(config: DictConfig) -> Axes:

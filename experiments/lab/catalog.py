@@ -84,10 +84,8 @@ def experiment_list(conf: Path) -> str:
 
 def help_text(conf: Path) -> str:
     taken = defaults(conf)
-    options = {
-        group: "  ".join(option + "*" * (option == taken.get(group)) for option in known)
-        for group, known in groups(conf).items()
-    }
+    marked = {group: [o + "*" * (o == taken.get(group)) for o in known] for group, known in groups(conf).items()}
+    options = {group: "  ".join(known) for group, known in marked.items()}
     commands = [(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]
     return f"""\
 mini-infer: run an experiment; it writes tables and a report with figures
@@ -177,10 +175,9 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         if spec["_target_"] != ABLATION:  # others have points of their own
             lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
             continue
-        lines.append(
-            f"time      about {took * passes / before:.0f} minutes on {info.hardware}: {took:.0f} minutes for "
-            f"{before} passes {when}, and this has {passes}"
-        )
+        about = f"{took * passes / before:.0f} minutes on {info.hardware}"
+        passed = f"{took:.0f} minutes for {before} passes {when}"
+        lines.append(f"time      about {about}: {passed}, and this has {passes}")
     return "\n".join(lines)
 
 

@@ -51,13 +51,10 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         with Steps(name) as steps:
             findings = processes.measure(config, steps, kept)
     except KeyboardInterrupt:
-        once = "measure.processes=1 measure.repeats=1"
-        print(
-            f"nothing was finished, so nothing is stored{steps.pace and '; of the first one '}{steps.pace}. "
-            f"The same again: {_command(overrides, paths)}\n"
-            f"A quick look first: add {once}; `python run.py show {name}` says how long a run takes",
-            file=sys.stderr,
-        )
+        again = f"The same again: {_command(overrides, paths)}\nA quick look first: add measure.processes=1"
+        long = f"measure.repeats=1; `python run.py show {name}` says how long a run takes"
+        pace = f"{steps.pace and '; of the first one '}{steps.pace}"
+        print(f"nothing was finished, so nothing is stored{pace}. {again} {long}", file=sys.stderr)
         raise
     experiment.finish(findings)
     origin = store.Provenance(

@@ -124,13 +124,8 @@ class Experiment:
     @classmethod
     def from_config(cls: type[Made], config: DictConfig) -> Made:
         made = cls(config)
-        made.claims = claims.resolve_all(
-            made.spec.claims,
-            variants=list(made.variants),
-            baseline=made.baseline,
-            metrics=list(made.metrics),
-            points=made.claimable,
-        )
+        asked, variants, metrics = made.spec.claims, list(made.variants), list(made.metrics)
+        made.claims = claims.resolve_all(asked, variants, made.baseline, metrics, made.claimable)
         return made
 
     @property
@@ -191,9 +186,8 @@ class Probe(Experiment):
         steps.plan(repeats * len(self.timed))
         rows: list[Row] = []
         names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
-        status, error = run_rounds(
-            [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
-        )
+        rounds = [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
+        status, error = run_rounds(rounds)
         return Findings(rows, status=status, error=error)
 
     def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
@@ -211,8 +205,6 @@ class Probe(Experiment):
     def _rows(
         self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
     ) -> list[Row]:
-        return [
-            Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
-            for name, value in values.items()
-            if value is not None
-        ]
+        known = {name: value for name, value in values.items() if value is not None}
+        return [Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
+                for name, value in known.items()]  # fmt: skip

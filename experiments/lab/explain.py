@@ -22,10 +22,8 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         options = [option for option in error.options if not option.startswith("_")]  # which others build on
         options += SHIPPED if group == "model" else ()
         extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
-        plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'"
-        return f"unknown option {group}={name}{suggest(name, options)}" + plugin * (
-            group == "hydra/launcher" and bool(extra)
-        )
+        plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'" if extra else ""
+        return f"unknown option {group}={name}{suggest(name, options)}{plugin if group == 'hydra/launcher' else ''}"
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"

@@ -112,11 +112,8 @@ class Summary(Callback):
         self._folder = Path(config.hydra.sweep.dir).absolute()
         atexit.register(self._print)  # for a sweep that never comes to its end: Ctrl-C, a worker that is killed
         if side_by_side := _parallel(config.hydra.launcher):
-            print(
-                f"warning: jobs run {side_by_side} and disturb each other's timings: fit to try things out, not for "
-                "numbers to keep",
-                file=sys.stderr,
-            )
+            fit = "fit to try things out, not for numbers to keep"
+            print(f"warning: jobs run {side_by_side} and disturb each other's timings: {fit}", file=sys.stderr)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         found = self._print()

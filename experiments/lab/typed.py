@@ -52,10 +52,8 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     _require_read(config, typed, experiment)
     if (asked := config.measure.repeats) % 2 and asked > 1:
         config.measure.repeats = asked + 1
-        notes.append(
-            f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
-            "number does not balance."
-        )
+        why = "variants take turns in ABBA order, which an odd number does not balance"
+        notes.append(f"measure.repeats={asked} was rounded up to {asked + 1}: {why}.")
     notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)

@@ -78,12 +78,7 @@ class Judgement:
 
 
 def resolve_all(
-    specs: Sequence[ClaimSpec],
-    *,
-    variants: Sequence[str],
-    baseline: str | None,
-    metrics: Sequence[str],
-    points: Sequence[Point],
+    specs: Sequence[ClaimSpec], variants: list[str], baseline: str | None, metrics: list[str], points: Sequence[Point]
 ) -> list[Claim]:
     """`experiment.claims`, each checked against what will be measured."""
     found: list[Claim] = []

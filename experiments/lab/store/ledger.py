@@ -83,15 +83,12 @@ class Ledger:
         notes = [note for found in self.rounds for note in found.notes]
         if many := [drift for drift in self._host_drifts if drift > MAX_DRIFT]:
             drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
-            notes.append(
-                f"The host's speed changed by {drifts} % during {len(many)} of {len(self._host_drifts)} passes; beside "
-                f"a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on."
-            )
+            counts = f"beside a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on"
+            passes = f"{len(many)} of {len(self._host_drifts)} passes"
+            notes.append(f"The host's speed changed by {drifts} % during {passes}; {counts}.")
         if late := [share for share in self._late_readings if share]:
-            notes.append(
-                f"In {len(late)} of {len(self._late_readings)} passes steps look too short, since an end before them "
-                f"was read late: up to {100 * max(late):.2g} % of a pass's."
-            )
+            why = f"since an end before them was read late: up to {100 * max(late):.2g} % of a pass's"
+            notes.append(f"In {len(late)} of {len(self._late_readings)} passes steps look too short, {why}.")
         return list(dict.fromkeys(notes))
 
     def tokens(self, key: Key) -> Tokens | None:

@@ -79,16 +79,10 @@ class Vocabulary:
         return load_spec(self._model)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         from mini_infer.runtime.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self._model)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
 
 
 @dataclass(frozen=True)

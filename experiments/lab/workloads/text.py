@@ -31,7 +31,7 @@ class Text(Counted, kind="text"):
         needed = self.count + self.num_warmup
         prompts: dict[tuple[int, ...], tuple[int, ...]] = {}  # by how they begin
         for text in heldout_prompts(None, self.min_prompt_tokens, self.max_prompt_tokens, seed):
-            tokens = tuple(vocabulary.encode(text))
+            tokens = tuple(vocabulary.tokenizer.encode(text))
             prompts.setdefault(tokens[:START], tokens + tokens[: round(self.again * len(tokens))])
             if len(prompts) == needed:
                 break

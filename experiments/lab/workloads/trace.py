@@ -195,12 +195,9 @@ class Trace(Arriving, kind="trace"):
                 prompt, shared = tokens.draw(prompt_tokens), 0
             due = time_s / self.rate_scale if self.arrivals is Arrivals.trace else None
             measured.append(Item(prompt, output_tokens, due, shared_tokens=shared))
-        warmup = [lengths[index % self.limit] for index in range(self.num_warmup)]
-        return Inputs(
-            tuple(measured),
-            tuple(Item(tokens.draw(prompt), output) for prompt, output in warmup),
-            notes=self._notes(file, records),
-        )
+        others = (lengths[index % self.limit] for index in range(self.num_warmup))
+        warmup = tuple(Item(tokens.draw(prompt), output) for prompt, output in others)
+        return Inputs(tuple(measured), warmup, notes=self._notes(file, records))
 
     def _cut(self, file: TraceFile) -> Sequence[Record]:
         records = file.records[self.start : self.start + self.limit]
