@@ -24,6 +24,7 @@ ROWS = 12  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
+BARS = {"edgecolor": "white", "linewidth": 0, "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
 
@@ -160,10 +161,4 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
 
 
 def bar_style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "hatch": HATCHES[index % len(HATCHES)],
-        "edgecolor": "white",
-        "linewidth": 0,
-        "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4},
-    }
+    return {"color": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], **BARS}
