@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
@@ -47,12 +45,9 @@ def groups(conf: Path) -> dict[str, list[str]]:
 
 def defaults(conf: Path) -> dict[str, str]:
     """Group -> the option that is taken where nothing is said; groups that take none then are left out."""
-    entries = OmegaConf.to_container(OmegaConf.load(conf / "config.yaml").defaults)
-    assert isinstance(entries, list)
-    named = [entry for entry in entries if isinstance(entry, dict)]
-    chosen = {str(group): option for entry in named for group, option in entry.items() if option is not None}
-    chosen.pop("optional at")
-    return chosen
+    named = (entry for entry in read(conf / "config.yaml")["defaults"] if isinstance(entry, dict))
+    chosen = {group: option for entry in named for group, option in entry.items()}
+    return {group: option for group, option in chosen.items() if option is not None and group != "optional at"}
 
 
 def names(conf: Path) -> list[str]:

@@ -87,7 +87,14 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
                            squeeze=False)  # fmt: skip
     for column, (variant, steps) in enumerate(own.items()):
         course = partial(shape, steps, end=end, binned=binned)
-        _steps(axes[0, column], axes[1, column], course, binned)
+        decode, both = course(lambda s: s.decode_tokens), course(lambda s: s.decode_tokens + s.prefill_tokens)
+        tokens, duration = axes[0, column], axes[1, column]
+        tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
+        tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
+        if binned:
+            tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
+        times = course(lambda s: 1e3 * s.duration_s)
+        duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
         draw_requests(axes[2, column], first_pass(result, variant, point))
         _blocks(axes[3, column], course, steps)
         last, lost = steps[-1], sum(len(step.preempted) for step in steps)
@@ -125,17 +132,6 @@ def shape(
         area[first : last + 1] += height * np.maximum(covered, 0.0)
         largest[first : last + 1] = np.maximum(largest[first : last + 1], height)
     return Shape(edges, area / width, largest)
-
-
-def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: bool) -> None:
-    decode = course(lambda s: s.decode_tokens)
-    both = course(lambda s: s.decode_tokens + s.prefill_tokens)
-    tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
-    tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
-    if binned:
-        tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
-    times = course(lambda s: 1e3 * s.duration_s)
-    duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
 
 
 def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) -> None:
