@@ -130,6 +130,10 @@ def test_another_version_is_refused(tmp_path):
     path.write_text(json.dumps({**document, "surprise": 1}))
     with pytest.raises(StoreError, match="surprise"):
         store.read(path)
+    document["provenance"]["within"] = 1
+    path.write_text(json.dumps(document))
+    with pytest.raises(StoreError, match=r"unknown fields .*within"):
+        store.read(path)
 
 
 def test_a_missing_table_is_named(tmp_path):

@@ -30,7 +30,7 @@ from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRo
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row, Table, Turn, from_csv, rounded, to_csv
+from experiments.lab.store.rows import Row, Table, Turn, from_csv, from_plain, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -295,9 +295,7 @@ def read(path: Path) -> Result:
             rows[name] = from_csv(kind, text)
         written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        if unknown := sorted(document.keys() - {f.name for f in fields(RunInfo)}):
-            raise ValueError(f"unknown fields {unknown}")
-        return Result(msgspec.convert(document, RunInfo, strict=False), remarks=remarks, **rows)
+        return Result(from_plain(RunInfo, document), remarks=remarks, **rows)
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
@@ -327,5 +325,9 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
 
 def plain(value: Any) -> Any:
     """As JSON and YAML have it; numbers are rounded, and those that JSON does not have are text."""
-    text = json.dumps(value, default=lambda part: part.value if isinstance(part, Enum) else vars(part))
+
+    def known(part: Any) -> Any:
+        return part.value if isinstance(part, Enum) else {f.name: getattr(part, f.name) for f in fields(part)}
+
+    text = json.dumps(value, default=known)
     return json.loads(text, parse_float=lambda x: rounded(float(x)), parse_constant=lambda x: str(float(x)))

@@ -1,9 +1,9 @@
-"""One measured number, and the table of them; rows of any dataclass as CSV text, and back."""
+"""One measured number, and the table of them; rows of any dataclass as CSV text, and dataclasses of plain values."""
 
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from statistics import median
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -104,3 +104,24 @@ def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
 
     found = [{name: value(name, cell) for name, cell in zip(columns, row, strict=True)} for row in rows]
     return msgspec.convert(found, tuple[cls, ...], strict=False)  # type: ignore[valid-type]
+
+
+def from_plain(cls: type[R], document: Any) -> R:
+    """A dataclass of what JSON or YAML holds. Raises ValueError where a value is of another type, or of no field, which
+    msgspec passes over."""
+    try:
+        made = msgspec.convert(document, cls, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    _require_fields(made, document)
+    return made
+
+
+def _require_fields(made: Any, document: Any) -> None:
+    if is_dataclass(made):
+        if unknown := sorted(document.keys() - {f.name for f in fields(made)}):
+            raise ValueError(f"unknown fields {unknown}")
+        made = {key: getattr(made, key) for key in document}
+    values = (made.values(), document.values()) if isinstance(made, dict) else (made, document)
+    for pair in zip(*values, strict=True) if isinstance(made, (dict, tuple)) else ():
+        _require_fields(*pair)
