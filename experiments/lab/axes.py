@@ -5,6 +5,8 @@ in_process. Of these `register` makes config nodes, one for each (experiment, sc
 defaults list in conf/config.yaml names: so Hydra merges them after the experiment and before the command line. A list
 replaces another, but `limits` add up: those of all, then those of the scale and of the way."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What can be chosen: the experiments with their questions, and the option groups. Read from conf/ itself."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What run.py does beside running an experiment. For the help text nothing heavy is imported before one is called."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

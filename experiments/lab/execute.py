@@ -1,5 +1,7 @@
 """One run from config to report: build, measure, store, report, tell the tracker."""
 
+from __future__ import annotations
+
 import shlex
 import sys
 import tempfile

@@ -1,6 +1,8 @@
 """What an experiment is to the program that runs it: findings, made in rounds that can be stopped; and, of those that
 time something directly, without an engine that serves requests, what is in a round."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """Errors of Hydra and OmegaConf in our own words: which key, what is allowed, the closest match. One screen."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 

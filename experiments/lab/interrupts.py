@@ -1,5 +1,7 @@
 """Ctrl-C, SIGTERM and a time limit's signal as KeyboardInterrupt, after which what was measured is kept."""
 
+from __future__ import annotations
+
 import signal
 import threading
 import time

@@ -1,5 +1,7 @@
 """What the YAML of any experiment may say; and what settings may be, by their fields' types: `count: Count = 16`."""
 
+from __future__ import annotations
+
 import functools
 import math
 import typing

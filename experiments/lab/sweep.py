@@ -4,6 +4,8 @@ Each job leaves an `outcome.json` in its own folder of the sweep's folder, where
 in another one (joblib), or on another machine (submitit). `Summary`, a Hydra callback, reads them when all are through.
 """
 
+from __future__ import annotations
+
 import atexit
 import sys
 import time

@@ -1,5 +1,7 @@
 """What was typed on the command line: all of it counts in the experiment, or is refused before anything runs."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,6 +1,8 @@
 """Claims and their verdicts: a claim is judged by the interval of what was measured, never by the median alone, and
 against its target; an aim beyond the target is shown beside it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

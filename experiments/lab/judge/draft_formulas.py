@@ -6,6 +6,8 @@ divided by the seconds that steps with so many rows and drafts take. With overla
 ended by then: they take their time, and their tokens, which nobody gets, do not count.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import numpy as np

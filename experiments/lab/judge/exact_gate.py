@@ -2,6 +2,8 @@
 engine with every mechanism off. docs/metrics.md says which requests are asked, and of which model. On a CPU engines
 compute in fp32, whose sums come out alike often enough for every token to be equal."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from contextlib import closing

@@ -1,6 +1,8 @@
 """Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words
 and draws it, with what each leaves out; a test holds that list and this one together."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

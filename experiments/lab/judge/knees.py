@@ -1,5 +1,7 @@
 """Where the knees of a run's searches lie, by the passes that each search has made: rate_search.py makes them."""
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -16,6 +16,8 @@ be larger by three times the square of what rounding activations changes, which 
 Logits are teacher-forced, out of an engine's own steps: `probe_batch`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing

@@ -1,5 +1,7 @@
 """What to know of a whole run: is it complete, does it tell the baseline from itself, do repeats of a variant agree?"""
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from itertools import product

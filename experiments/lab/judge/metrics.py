@@ -1,6 +1,8 @@
 """What a metric is: a formula over a timed pass, its unit, and which way is better; or why there is no value. And the
 service level objectives (SLO) that a request must keep to count as good."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,6 +5,8 @@ is better. Interaction, (a+b) / (a b), is taken repeat by repeat, and over the p
 pair brings more than both alone would, below 1 they eat each other.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,5 +1,7 @@
 """How far simulated variants are from those that were measured with the same settings."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

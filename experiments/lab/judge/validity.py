@@ -1,6 +1,8 @@
 """Rules by which a pass counts or not, as docs/metrics.md has them: the names of those that are broken, and why.
 Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

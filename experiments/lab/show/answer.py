@@ -1,5 +1,7 @@
 """What an experiment found, in a sentence of plain words that the rows bear out, and what must be known before it."""
 
+from __future__ import annotations
+
 from itertools import product
 
 from experiments.lab.judge import marks, pairs

@@ -1,5 +1,7 @@
 """Two runs of one experiment side by side: two commits, two machines, two settings."""
 
+from __future__ import annotations
+
 from collections import Counter
 from itertools import product
 from pathlib import Path

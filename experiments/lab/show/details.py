@@ -1,5 +1,7 @@
 """What is folded below a report's first screen: all figures, tables, claims and gates, and how it was made."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from itertools import groupby

@@ -1,6 +1,8 @@
 """What an experiment found, quantity by quantity: one effect for each metric of a variant at a point that a claim
 names, beside what it is compared with, its target and its aim."""
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass, replace
 

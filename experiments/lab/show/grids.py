@@ -1,6 +1,8 @@
 """Tables for reading, as markdown for a report and as aligned text for a terminal; and how predictions did: their
 errors load by load, and the gains that they promised beside those that were measured."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

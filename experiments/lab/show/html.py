@@ -1,5 +1,7 @@
 """All pages as one HTML file, made from their markdown: no server, and figures that answer to the pointer."""
 
+from __future__ import annotations
+
 import html
 import re
 from collections.abc import Mapping

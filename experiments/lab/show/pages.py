@@ -1,6 +1,8 @@
 """The page of an experiment as markdown, one screen that answers with everything else folded below it; the index, every
 mechanism by the settings it was measured in; and the README's table."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -4,6 +4,8 @@ A process is a variant. It has one track of engine steps, one asynchronous track
 counters of KV blocks and queue lengths, and an instant where somebody was preempted.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from pathlib import Path

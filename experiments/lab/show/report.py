@@ -1,5 +1,7 @@
 """Reports: `reports/<page>.md` with its figures, and the index, from result files alone: again is byte for byte."""
 
+from __future__ import annotations
+
 import re
 import textwrap
 from itertools import groupby

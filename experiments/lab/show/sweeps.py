@@ -2,6 +2,8 @@
 another experiment has measured of the same variants stands on a page: speed beside accuracy, say. It is taken from that
 experiment's result when pages are made; where there is none yet, the metric is not on the page."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,7 @@
 """Numbers, and what gates and claims found, in words: the same in tables, figures and on the terminal."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter

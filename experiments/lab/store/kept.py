@@ -1,6 +1,8 @@
 """What the finished processes of a run have found, on disk until the run is complete: with `--resume` a run that was
 cut off goes on with the process that is missing, also where nobody was left to store it."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import pickle

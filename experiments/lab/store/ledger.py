@@ -1,5 +1,7 @@
 """What an ablation has found so far, round by round: rows, comparisons of tokens, notes."""
 
+from __future__ import annotations
+
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Which code made a number: commit, whether the tree was clean, versions."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import platform
 import subprocess

@@ -6,6 +6,8 @@ beside their places first and then renamed into them, so that a disk that fills 
 rounded once, when written, so rewriting changes no byte.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

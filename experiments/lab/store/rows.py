@@ -1,5 +1,7 @@
 """One measured number, and the table of them; rows of any dataclass as CSV text, and dataclasses of plain values."""
 
+from __future__ import annotations
+
 import csv
 import io
 from collections.abc import Sequence

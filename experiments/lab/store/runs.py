@@ -1,6 +1,8 @@
 """Stored runs: finding one by its name, how much of the code that it names has changed since, by the history of git,
 and one process at a time, since parallel jobs of a sweep write into the same folders."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

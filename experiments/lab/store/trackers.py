@@ -3,6 +3,8 @@ wrong here is one line on stderr: the measurement is stored by then, and stays. 
 those are sent then, so that a missing login, a network that fails in the middle or a server that does not answer cost
 nothing but a later `wandb sync`, and nobody is prompted."""
 
+from __future__ import annotations
+
 import itertools
 import subprocess
 import sys

@@ -1,6 +1,8 @@
 """Random prompts, of which no two begin alike: all of one length, lengths spread over a range, a shared start in a part
 of them, long ones that arrive among running decodes, and conversations, whose turns repeat what was said before."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Real prompts for the models that ship: held-out Python code."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

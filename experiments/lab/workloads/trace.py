@@ -14,6 +14,8 @@ Storage for Less Computation", FAST 2025):
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ..., 2353, 2354]}
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import re

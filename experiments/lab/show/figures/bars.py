@@ -1,6 +1,8 @@
 """Medians as bars that lie, so that names and numbers can be read: a group a point, with intervals and every repeat as
 a dot. Where bars would say nothing, because a group has too many or one dwarfs the others, markers without bars."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

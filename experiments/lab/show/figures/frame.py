@@ -1,6 +1,8 @@
 """What all figures share: size, colours, axes with numbers that a person reads, a legend, and the files they become.
 The same result gives the same bytes: no pyplot, default style, no date."""
 
+from __future__ import annotations
+
 import io
 import math
 import re

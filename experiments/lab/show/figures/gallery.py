@@ -1,5 +1,7 @@
 """All the pictures of a result, by the name of their files, and which of them stand where on its page."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

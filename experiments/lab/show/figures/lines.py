@@ -1,6 +1,8 @@
 """Lines over a setting, curves of one metric over another, a formula beside what was measured, fronts of cost against
 latency; and what panels of points share: names on the x axis, medians with their 95 % intervals, bounds of claims."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

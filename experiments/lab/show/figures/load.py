@@ -1,6 +1,8 @@
 """How an engine bears load: throughput against latency, what of an offered rate comes out in time, and how
 long requests and tokens waited, as the share that took longer than the time on the x axis, where 1 % is P99."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

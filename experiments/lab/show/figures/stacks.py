@@ -1,5 +1,7 @@
 """Bars of pieces: what a time is made of, where memory goes, profiled decode steps by role; and tables of kernels."""
 
+from __future__ import annotations
+
 import re
 import textwrap
 from collections.abc import Mapping

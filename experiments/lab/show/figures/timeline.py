@@ -2,6 +2,8 @@
 step, how long it took, every request from its arrival to its last token, and what the KV blocks held. And requests
 alone, as lines in the colours of what they went through."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,8 @@
 """What mechanisms are worth: how many times better each quantity is, on a log axis with interval, target and aim; alone
 and two by two, and whether their gains multiply. And the load of experts."""
 
+from __future__ import annotations
+
 import textwrap
 
 import numpy as np
