@@ -290,8 +290,8 @@ class Ablation(Experiment):
             authors = defaultdict[str, list[str]](list)
             for variant in self._alone:
                 if (tokens := tokens_of((variant, point))) is not None:
-                    authors[vocabulary.decode(tokens[index])].append(variant)
-            prompt = vocabulary.decode(items[index].prompt)
+                    authors[vocabulary.tokenizer.decode(tokens[index])].append(variant)
+            prompt = vocabulary.tokenizer.decode(items[index].prompt)
             samples += [Sample(tuple(variants), prompt, text) for text, variants in authors.items()]
         return samples
 

@@ -1,5 +1,4 @@
-"""What the YAML of an ablation may say; and the engines that its variants ask for, of the config alone: what cannot run
-here is refused before torch is loaded."""
+"""What the YAML of an ablation may say; and its engines, of the config alone: what cannot run here is refused early."""
 
 from __future__ import annotations
 
@@ -64,10 +63,8 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
         if unknown := [name for name, share in self.reach.items() if name not in self.metrics or not 0 < share < 1]:
-            raise ConfigError(
-                f"experiment.reach.{unknown[0]}={self.reach[unknown[0]]}: each is a metric that is measured, with a "
-                f"share between 0 and 1. Measured: {', '.join(self.metrics)}"
-            )
+            needed = f"a metric that is measured, with a share between 0 and 1. Measured: {', '.join(self.metrics)}"
+            raise ConfigError(f"experiment.reach.{unknown[0]}={self.reach[unknown[0]]}: each is {needed}")
         super().__post_init__()
         if not self.profile and (profiled := [name for name in self.metrics if name in formulas.OF_PROFILES]):
             raise ConfigError(f"the metric {profiled[0]} is of profiled steps: name their points in experiment.profile")

@@ -3,8 +3,7 @@
 An experiment is one file; under `scales:` it says what differs at each scale, and under `via:` at each way beside
 in_process. Of these `register` makes config nodes, one for each (experiment, scale, way), which the last line of the
 defaults list in conf/config.yaml names: so Hydra merges them after the experiment and before the command line. A list
-replaces another, but `limits` add up: those of all, then those of the scale and of the way.
-"""
+replaces another, but `limits` add up: those of all, then those of the scale and of the way."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def register(folder: Path, only: str = "*") -> None:
 
 
 def nodes(experiment: Any, limits: Sequence[str] = ()) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(scale, way, what the experiment's file says for both, behind the `limits` of all). Of any server it says what it
-    says of ours."""
+    """(scale, way, what the experiment's file says of both, behind `limits`); of any server what it says of ours."""
     scales, ways = plain(experiment.get("scales")), plain(experiment.get("via"))
     common = {"experiment": {LIMITS: [*limits]}} if limits else {}
     for scale, content in scales.items():
@@ -115,11 +113,10 @@ def check(config: DictConfig, experiment: str) -> str:
         raise ConfigError(f"via={axes.via}: {experiment} says nothing of it. Name its scales under `scales` first")
     if axes.via in known.get(axes.scale, ()):
         raise ConfigError(f"{experiment} has `scales`, so its file must lie in conf/experiment/")
-    raise ConfigError(
-        f"{experiment} says nothing of scale={axes.scale} via={axes.via}. It is measured at "
-        + "; ".join(f"scale={scale} via={'|'.join(ways)}" for scale, ways in known.items())
-        + f". Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
-    )
+    there = "; ".join(f"scale={scale} via={'|'.join(ways)}" for scale, ways in known.items())
+    more = f"Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
+    asked = f"{experiment} says nothing of scale={axes.scale} via={axes.via}"
+    raise ConfigError(f"{asked}. It is measured at {there}. {more}")
 
 
 def chosen(config: DictConfig) -> Axes:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
@@ -49,12 +47,9 @@ def groups(conf: Path) -> dict[str, list[str]]:
 
 def defaults(conf: Path) -> dict[str, str]:
     """Group -> the option that is taken where nothing is said; groups that take none then are left out."""
-    entries = OmegaConf.to_container(OmegaConf.load(conf / "config.yaml").defaults)
-    assert isinstance(entries, list)
-    named = [entry for entry in entries if isinstance(entry, dict)]
-    chosen = {str(group): option for entry in named for group, option in entry.items() if option is not None}
-    chosen.pop("optional at")
-    return chosen
+    named = (entry for entry in read(conf / "config.yaml")["defaults"] if isinstance(entry, dict))
+    chosen = {group: option for entry in named for group, option in entry.items()}
+    return {group: option for group, option in chosen.items() if option is not None and group != "optional at"}
 
 
 def names(conf: Path) -> list[str]:
@@ -86,10 +81,8 @@ def experiment_list(conf: Path) -> str:
 
 def help_text(conf: Path) -> str:
     taken = defaults(conf)
-    options = {
-        group: "  ".join(option + "*" * (option == taken.get(group)) for option in known)
-        for group, known in groups(conf).items()
-    }
+    marked = {group: [o + "*" * (o == taken.get(group)) for o in known] for group, known in groups(conf).items()}
+    options = {group: "  ".join(known) for group, known in marked.items()}
     commands = [(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]
     return f"""\
 mini-infer: run an experiment; it writes tables and a report with figures
@@ -179,10 +172,9 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         if spec["_target_"] != ABLATION:  # others have points of their own
             lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
             continue
-        lines.append(
-            f"time      about {took * passes / before:.0f} minutes on {info.hardware}: {took:.0f} minutes for "
-            f"{before} passes {when}, and this has {passes}"
-        )
+        about = f"{took * passes / before:.0f} minutes on {info.hardware}"
+        passed = f"{took:.0f} minutes for {before} passes {when}"
+        lines.append(f"time      about {about}: {passed}, and this has {passes}")
     return "\n".join(lines)
 
 

@@ -22,10 +22,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.store import provenance, rows, trackers
 from experiments.lab.store import result as store
 from experiments.lab.store.kept import Kept
-from experiments.lab.store.result import COMPLETE, Provenance, Result, RunInfo, StoreError
-from experiments.lab.store.rows import Row
 from experiments.lab.store.runs import exclusive
-from experiments.lab.typed import INTERNAL, Settled
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 LONGEST_NAME = 160  # of a run; file systems take 255 bytes with the endings
@@ -44,10 +41,8 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
     if paths.recorded and experiment.generates and not experiment.settings.gates:
-        raise ConfigError(
-            f"measure.gates=false: {name} generates tokens, and none of an engine that no gate has checked are "
-            "recorded: leave out measure.gates=false, or for a trial --record"
-        )
+        unchecked = f"{name} generates tokens, and none of an engine that no gate has checked are recorded"
+        raise ConfigError(f"measure.gates=false: {unchecked}: leave it out, or for a trial --record")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
@@ -58,16 +53,13 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         with Steps(name) as steps:
             findings = processes.measure(config, steps, kept)
     except KeyboardInterrupt:
-        once = "measure.processes=1 measure.repeats=1"
-        print(
-            f"nothing was finished, so nothing is stored{steps.pace and '; of the first one '}{steps.pace}. "
-            f"The same again: {_command(overrides, paths)}\n"
-            f"A quick look first: add {once}; `python run.py show {name}` says how long a run takes",
-            file=sys.stderr,
-        )
+        again = f"The same again: {_command(overrides, paths)}\nA quick look first: add measure.processes=1"
+        long = f"measure.repeats=1; `python run.py show {name}` says how long a run takes"
+        pace = f"{steps.pace and '; of the first one '}{steps.pace}"
+        print(f"nothing was finished, so nothing is stored{pace}. {again} {long}", file=sys.stderr)
         raise
     experiment.finish(findings)
-    origin = Provenance(
+    origin = store.Provenance(
         command=_command(overrides, paths),
         started=started.isoformat(timespec="seconds"),
         seconds=max(time.monotonic() - clock, sum(process.seconds for process in findings.processes)),
@@ -78,16 +70,14 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     )
     result = _result(experiment, findings, name, run, origin, settled)
     written = _store(results, result)
-    if findings.status == COMPLETE:
+    if findings.status == store.COMPLETE:
         kept.drop()
     try:
         with exclusive(results):
             path = report.rebuild(results, reports, only=store.page_name(result.info))[0]
-    except (StoreError, OSError) as problem:
-        raise IncompleteRun(
-            f"measured and stored in {written}, but the report cannot be made: {problem}. "
-            "`python run.py report` makes it again"
-        ) from problem
+    except (store.StoreError, OSError) as problem:
+        stored_all = f"measured and stored in {written}, but the report cannot be made: {problem}"
+        raise IncompleteRun(f"{stored_all}. `python run.py report` makes it again") from problem
     stored = store.read(written)
     print(report.summary(stored))
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
@@ -104,15 +94,15 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
 
 
 def _result(
-    experiment: Experiment, findings: Findings, name: str, run: str, origin: Provenance, settled: Settled
-) -> Result:
+    experiment: Experiment, findings: Findings, name: str, run: str, origin: store.Provenance, settled: typed.Settled
+) -> store.Result:
     spec, axes = experiment.spec, settled.axes
     found = {f.name: getattr(findings, f.name) for f in fields(Findings)}
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
-    of_info = {f.name for f in fields(RunInfo)}
+    of_info = {f.name for f in fields(store.RunInfo)}
     same = {key: found[key] for key in of_info & found.keys() - {"points", "notes", "ceilings"}}
     said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target")}
-    info = RunInfo(
+    info = store.RunInfo(
         experiment=name,
         hardware=experiment.hardware_key,
         run=run,
@@ -125,7 +115,7 @@ def _result(
         claims=tuple(experiment.claims),
         code=tuple(dict.fromkeys((*spec.code, *axes.code))),
         provenance=origin,
-        config={key: value for key, value in schema.plain(settled.config).items() if key not in INTERNAL},
+        config={key: value for key, value in schema.plain(settled.config).items() if key not in typed.INTERNAL},
         ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
         notes=(*settled.notes, *findings.notes, *sweep.notes()),
         scale=axes.scale,
@@ -136,7 +126,7 @@ def _result(
         **said,
         **same,
     )
-    return Result(info, **{name: found[name] for name, _ in store.TABLES.values()})
+    return store.Result(info, **{name: found[name] for name, _ in store.TABLES.values()})
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
@@ -146,20 +136,18 @@ def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
     return shlex.join(["python", "run.py", *given, *(["--record"] if paths.recorded else [])])
 
 
-def _store(results: Path, result: Result) -> Path:
+def _store(results: Path, result: store.Result) -> Path:
     """Its JSON's path. What cannot be written there goes to a temporary folder, or else to the terminal."""
     folder = results / store.run_path(result.info).parent
     try:
         with exclusive(results):
             return store.write_run(results, result)
-    except (StoreError, OSError) as error:
+    except (store.StoreError, OSError) as error:
         problem = str(error)
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
-    except (StoreError, OSError) as error:
-        print(rows.to_csv(Row, result.rows))
+    except (store.StoreError, OSError) as error:
+        print(rows.to_csv(rows.Row, result.rows))
         raise IncompleteRun(f"{problem}; nor to another folder ({error}). The rows stand above, on stdout") from error
-    raise IncompleteRun(
-        f"{problem}. What was measured is kept in {kept.parent}: move its files to {folder} once it can be written, "
-        "and run `python run.py report`"
-    )
+    mend = f"move its files to {folder} once it can be written, and run `python run.py report`"
+    raise IncompleteRun(f"{problem}. What was measured is kept in {kept.parent}: {mend}")

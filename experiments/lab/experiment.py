@@ -15,17 +15,14 @@ from omegaconf import DictConfig
 from experiments.lab import schema
 from experiments.lab.axes import CONF
 from experiments.lab.judge import claims, stats
-from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
-from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import Point
-from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.provenance import ProcessInfo
@@ -86,7 +83,7 @@ class Findings:
     requests: Sequence[RequestRow] = ()
     gaps: Sequence[GapRow] = ()
     workload: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made
-    ceilings: Ceilings | None = None  # that floors were taken from
+    ceilings: hardware.Ceilings | None = None  # that floors were taken from
     notes: Sequence[str] = ()
     answer: str = ""  # the page's first sentence, where rows alone do not tell it
     error_gates: Sequence[ErrorGate] = ()
@@ -112,14 +109,14 @@ class Experiment:
     variants: Mapping[str, str]  # name -> label
     points: Sequence[Point]
     metrics: Mapping[str, Metric]
-    claims: Sequence[Claim]
+    claims: Sequence[claims.Claim]
     aa: str | None = None  # the variant that is the baseline a second time
     generates: bool = False  # whether an engine of ours answers requests here, so that a gate has to check its tokens
 
     def __init__(self, config: DictConfig) -> None:
         self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
-        self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.chosen = schema.build(hardware.Hardware, config.hardware, "hardware")
         self.peers = schema.build(PeerSettings, config.peers, "peers")
         self.paths = schema.build(schema.Paths, config.paths, "paths")
         self.engine = schema.engine_config(config.engine)  # before any variant changes it
@@ -129,13 +126,8 @@ class Experiment:
     @classmethod
     def from_config(cls: type[Made], config: DictConfig) -> Made:
         made = cls(config)
-        made.claims = claims.resolve_all(
-            made.spec.claims,
-            variants=list(made.variants),
-            baseline=made.baseline,
-            metrics=list(made.metrics),
-            points=made.claimable,
-        )
+        asked, variants, metrics = made.spec.claims, list(made.variants), list(made.metrics)
+        made.claims = claims.resolve_all(asked, variants, made.baseline, metrics, made.claimable)
         return made
 
     @property
@@ -152,7 +144,7 @@ class Experiment:
         """The variants with their labels, and as the last one the baseline a second time, which is to show no
         difference, where `measure.aa` asks for it on this device: `aa` is its name then."""
         asked = self.settings.aa
-        if asked is Again.never or (asked is Again.auto and hardware.resolve(self.device) != "cuda"):
+        if asked is schema.Again.never or (asked is schema.Again.auto and hardware.resolve(self.device) != "cuda"):
             return dict(labels)
         assert self.baseline is not None
         self.aa = f"{self.baseline} again"
@@ -196,9 +188,8 @@ class Probe(Experiment):
         steps.plan(repeats * len(self.timed))
         rows: list[Row] = []
         names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
-        status, error = run_rounds(
-            [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
-        )
+        rounds = [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
+        status, error = run_rounds(rounds)
         return Findings(rows, status=status, error=error)
 
     def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
@@ -216,8 +207,6 @@ class Probe(Experiment):
     def _rows(
         self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
     ) -> list[Row]:
-        return [
-            Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
-            for name, value in values.items()
-            if value is not None
-        ]
+        known = {name: value for name, value in values.items() if value is not None}
+        return [Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
+                for name, value in known.items()]  # fmt: skip

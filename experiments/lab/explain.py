@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -25,10 +24,8 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         options = [option for option in error.options if not option.startswith("_")]  # which others build on
         options += SHIPPED if group == "model" else ()
         extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
-        plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'"
-        return f"unknown option {group}={name}{suggest(name, options)}" + plugin * (
-            group == "hydra/launcher" and bool(extra)
-        )
+        plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'" if extra else ""
+        return f"unknown option {group}={name}{suggest(name, options)}{plugin if group == 'hydra/launcher' else ''}"
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"
@@ -65,8 +62,11 @@ def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value: it must be given"
     reason = str(error.msg or error).splitlines()[0]
-    if isinstance(error, ValidationError) and (allowed := _enum_of(error)):
-        return f"{key} cannot be {error.value!r}{suggest(str(error.value), allowed)}"
+    node = error.child_node
+    if node is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
+        node = error.parent_node._get_node(error.key)
+    if isinstance(error, ValidationError) and (kind := getattr(node, "enum_type", None)):
+        return f"{key} cannot be {error.value!r}{suggest(str(error.value), [member.name for member in kind])}"
     return f"{key}: {reason}" if key or isinstance(error, ValidationError) else reason
 
 
@@ -83,10 +83,3 @@ def require_known(what: str, names: Iterable[str], known: Collection[str]) -> No
     for name in names:
         if name not in known:
             raise ConfigError(f"{what} {name!r}{suggest(name, known)}")
-
-
-def _enum_of(error: OmegaConfError) -> list[str]:
-    kind = getattr(error.child_node, "enum_type", None)
-    if kind is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
-        kind = getattr(error.parent_node._get_node(error.key), "enum_type", None)
-    return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

@@ -13,8 +13,7 @@ _last = float("-inf")
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """A handler. `timeout` and others signal a process and then its group, which it is in: the second time would end
-    what keeps the findings of the first."""
+    """A handler. `timeout` signals a process, then its group: the second signal would end what keeps the findings."""
     global _last
     if time.monotonic() - _last > SAME_S:
         _last = time.monotonic()
@@ -30,8 +29,7 @@ def listen(*also: signal.Signals) -> None:
 
 
 def keep() -> None:
-    """A compiler's library (LLVM, in Triton) takes signals for itself when it first compiles. From then on they would
-    just end the process."""
+    """LLVM, in Triton, takes signals for itself when it first compiles. Then they would just end the process."""
     if threading.current_thread() is threading.main_thread():
         for number in STOPS:
             if signal.getsignal(number) is stop:

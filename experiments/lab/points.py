@@ -40,10 +40,8 @@ def grid(axes: Mapping[str, Any]) -> list[Point]:
         if isinstance(values, Mapping) and values and all(isinstance(bundle, Mapping) for bundle in values.values()):
             choices.append([Point(name, bundle, {key: name}) for name, bundle in values.items()])
         elif isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or not values:
-            got = list(values) if isinstance(values, tuple) else values
-            raise ConfigError(
-                f"experiment.points[{key}] must be a list of values, got {got} (or names with their settings)"
-            )
+            got = f"got {list(values) if isinstance(values, tuple) else values} (or names with their settings)"
+            raise ConfigError(f"experiment.points[{key}] must be a list of values, {got}")
         else:
             choices.append([Point(f"{names[key]}={value}", {key: value}) for value in values])
     return [
@@ -81,8 +79,7 @@ def within(key: str, parts: Sequence[str]) -> bool:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each dotted key, behind whose it is where a variant or a claim has it; or the whole key where
-    two would look the same."""
+    """Each dotted key's last part, behind the variant or claim that has it; the whole key where two look the same."""
     last = [re.sub(r"^(experiment\.((?:variants|claims)\.[^.]+\.))?.*?([^.]+)$", r"\2\3", key) for key in keys]
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 

@@ -16,11 +16,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
-from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind, PeerSettings
-from experiments.lab.spec import Checked, Count, ExperimentSpec, Natural, Positive
+from experiments.lab.spec import Checked, Count, ExperimentSpec, Name, Natural, Positive
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -95,15 +94,10 @@ class TrackerSettings(Checked, section="tracker"):
 
     kind: TrackerKind = TrackerKind.none
     sync: bool = False  # sends the runs; else they stay in files, for a later `wandb sync`
-    project: str = "mini-infer"
+    project: Name = "mini-infer"
     entity: str | None = None  # user or team; the login's own where it is not given
-    folder: str = "outputs"  # of its files; a relative path starts at the folder of run.py
+    folder: Name = "outputs"  # of its files; a relative path starts at the folder of run.py
     sync_timeout_s: Positive = 120.0
-
-    def __post_init__(self) -> None:
-        if not self.project or not self.folder:
-            raise ConfigError("tracker.project and tracker.folder must not be empty")
-        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class RunConfig:
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
     paths: Paths = field(default_factory=Paths)
     experiment: Any = None
-    axes: Axes = field(default_factory=Axes)
+    axes: axes.Axes = field(default_factory=axes.Axes)
     scales: Any = None  # what the experiment says of each scale, and of each way beside in_process: see axes.py
     via: Any = None
 
@@ -130,7 +124,7 @@ class _Shared(dict[str, Any]):
         return self
 
 
-def register(conf: Path = CONF, experiment: str = "*") -> None:
+def register(conf: Path = axes.CONF, experiment: str = "*") -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
     experiments of the folder `conf` say of their scales; reading all of them takes seconds, one of them none."""
     store = ConfigStore.instance()
@@ -160,10 +154,8 @@ def _schema(cls: Any, path: str) -> DictConfig:
 
 def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
     """What the YAML says under `experiment`, beside the class that runs it."""
-    values = plain(config.experiment)
-    del values["_target_"]
-    for name in OF_SCALES - {f.name for f in fields(cls)}:
-        values.pop(name, None)
+    left_out = {"_target_"} | (OF_SCALES - {f.name for f in fields(cls)})
+    values = {name: value for name, value in plain(config.experiment).items() if name not in left_out}
     return build(cls, values, "experiment")
 
 
@@ -190,10 +182,9 @@ def workload(config: DictConfig) -> Workload:
     """The chosen workload. Its class is that of the schema which its file names in its defaults list."""
     cls = OmegaConf.get_type(config.workload) if OmegaConf.is_config(config.workload) else None
     if not is_dataclass(cls):
-        raise ConfigError(
-            "the workload has no type: choose one with workload=<name>; a file in conf/workload/ names its kind in "
-            f"its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
-        )
+        kind = f"in its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
+        way = f"choose one with workload=<name>; a file in conf/workload/ names its kind {kind}"
+        raise ConfigError(f"the workload has no type: {way}")
     return typing.cast(Workload, build(cls, config.workload, "workload"))
 
 
@@ -226,7 +217,5 @@ def experiment_class(config: DictConfig) -> Any:
     try:
         return get_class(target)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"experiment._target_={target} must name the class that runs the experiment, such as "
-            f"experiments.ablation.Ablation: {error}"
-        ) from error
+        needed = "must name the class that runs the experiment, such as experiments.ablation.Ablation"
+        raise ConfigError(f"experiment._target_={target} {needed}: {error}") from error

@@ -1,5 +1,4 @@
-"""What the YAML of an experiment may say, whatever the experiment measures; and what settings may be, said by the types
-of their fields: `count: Count = 16`."""
+"""What the YAML of any experiment may say; and what settings may be, by their fields' types: `count: Count = 16`."""
 
 from __future__ import annotations
 
@@ -45,6 +44,7 @@ def _at_least(bound: int) -> Rule:
 
 
 _ABOVE_ZERO = Rule("above 0", lambda value: 0 < value < math.inf)
+Name = Annotated[str, Rule("a name, not an empty one", bool)]
 Natural = Annotated[int, _at_least(0)]
 Count = Annotated[int, _at_least(1)]
 Several = Annotated[int, _at_least(2)]
@@ -137,20 +137,15 @@ class PanelSpec:
     parts: tuple[str, ...] = ()  # stack: the metrics of its pieces, in their order
 
     def __post_init__(self) -> None:
-        along = {
-            PanelKind.lines: "lines: name the point's key",
-            PanelKind.curve: "a curve: name the metric",
-            PanelKind.front: "a front: name the metric",
-            PanelKind.formula: "a formula: name the point's key, or the metric,",
-        }
-        if self.kind in along and self.x is None:
-            raise ConfigError(f"the panel of {self.metric!r} draws {along[self.kind]} along its x axis in `x`")
-        if self.mark is not None and self.kind is not PanelKind.formula:
-            raise ConfigError(f"the panel of {self.metric!r}: `mark` goes with kind: formula")
-        if self.kind is PanelKind.bars and self.log_y:
-            raise ConfigError(f"the panel of {self.metric!r}: bars start at 0; for a log axis choose kind: lines")
-        if (self.kind is PanelKind.stack) != bool(self.parts):
-            raise ConfigError(f"the panel of {self.metric!r}: kind: stack and `parts` go together")
+        kind, over = self.kind, (PanelKind.lines, PanelKind.curve, PanelKind.front, PanelKind.formula)
+        for problem, found in {
+            "name the point's key or the metric along its x axis in `x`": kind in over and self.x is None,
+            "`mark` goes with kind: formula": self.mark is not None and kind is not PanelKind.formula,
+            "bars start at 0; for a log axis choose kind: lines": kind is PanelKind.bars and self.log_y,
+            "kind: stack and `parts` go together": (kind is PanelKind.stack) != bool(self.parts),
+        }.items():
+            if found:
+                raise ConfigError(f"the panel of {self.metric!r}, {kind.value}: {problem}")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ in another one (joblib), or on another machine (submitit). `Summary`, a Hydra ca
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -78,7 +78,7 @@ def job() -> Iterator[None]:
     finally:
         outcome = Outcome(number, overrides, status, reason, round(time.monotonic() - start, 3))
         try:
-            (folder / FILE).write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+            (folder / FILE).write_bytes(msgspec.json.encode(outcome) + b"\n")
         except OSError as error:  # the job's own results are stored, or their own error is on its way
             print(f"job {number}: its outcome cannot be noted: {error}", file=sys.stderr)
 
@@ -88,9 +88,8 @@ def outcomes(folder: Path) -> list[Outcome]:
     found = []
     for path in folder.glob("[0-9]*"):
         try:
-            values = json.loads((path / FILE).read_text(encoding="utf-8"))
-            found.append(Outcome(**{**values, "overrides": tuple(values["overrides"])}))
-        except (OSError, ValueError, KeyError, TypeError):
+            found.append(msgspec.json.decode((path / FILE).read_bytes(), type=Outcome))
+        except (OSError, msgspec.DecodeError):
             found.append(Outcome(int(path.name), (), LOST, f"its process ended without a word; see {path}"))
     return sorted(found, key=lambda outcome: outcome.number)
 
@@ -115,11 +114,8 @@ class Summary(Callback):
         self._folder = Path(config.hydra.sweep.dir).absolute()
         atexit.register(self._print)  # for a sweep that never comes to its end: Ctrl-C, a worker that is killed
         if side_by_side := _parallel(config.hydra.launcher):
-            print(
-                f"warning: jobs run {side_by_side} and disturb each other's timings: fit to try things out, not for "
-                "numbers to keep",
-                file=sys.stderr,
-            )
+            fit = "fit to try things out, not for numbers to keep"
+            print(f"warning: jobs run {side_by_side} and disturb each other's timings: {fit}", file=sys.stderr)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         found = self._print()

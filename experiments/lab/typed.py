@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import ablation_spec, axes, points, schema
-from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
 from mini_infer.core.config import Device, EngineConfig
@@ -51,7 +50,7 @@ MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that sa
 @dataclass(frozen=True)
 class Settled:
     config: DictConfig  # what is measured
-    axes: Axes
+    axes: axes.Axes
     default_scale: str  # of the experiment
     changed: Mapping[str, str]  # key -> value, of what was typed and is neither an axis nor a place
     notes: tuple[str, ...]  # about what is left out, and why
@@ -64,8 +63,7 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     default = axes.check(config, experiment)
     config = config.copy()
     OmegaConf.set_struct(config, False)
-    _require_scale_of_device(config, typed)
-    _set_device(config, typed)
+    _set_device(config, [one.key_or_group for one in typed])
     _keep_references(config, experiment)
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
@@ -73,10 +71,8 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     _require_read(config, typed, experiment)
     if (asked := config.measure.repeats) % 2 and asked > 1:
         config.measure.repeats = asked + 1
-        notes.append(
-            f"measure.repeats={asked} was rounded up to {asked + 1}: variants take turns in ABBA order, which an odd "
-            "number does not balance."
-        )
+        why = "variants take turns in ABBA order, which an odd number does not balance"
+        notes.append(f"measure.repeats={asked} was rounded up to {asked + 1}: {why}.")
     notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)
@@ -171,7 +167,7 @@ def _drop_claims(config: DictConfig, kept: Callable[[Any], bool], why: str) -> s
 def _require_known(typed: Sequence[Override]) -> None:
     """`+foo=1` would be merged, and read by nobody."""
     settings = {f.name for f in fields(schema.RunConfig)} - INTERNAL | {"hydra"}
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
+    groups = {path.name for path in axes.CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
     for key in (key for one in typed for key in _keys(one)):
         root = key.replace("/", ".").partition(".")[0]
         if root not in settings:
@@ -195,10 +191,9 @@ def _require_switched_on(config: DictConfig, typed: Sequence[Override]) -> None:
 
 
 def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
-    asked = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)]
+    asked, who = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)], experiment
     if not asked:
         return
-    who = experiment
     if config.experiment.get("_target_") == ablation_spec.ABLATION:
         kinds = ablation_spec.kinds(config)
         reads = (*(key for kind in kinds for key in kind.can.reads), *ablation_spec.READ)
@@ -208,34 +203,25 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
     for one, key in asked:
         if not points.within(key, reads):
             way = f"leave it out{', or add via=url' if key == ADDRESS else ''}"
-            raise ConfigError(
-                f"{one.input_line}: {who} does not read {key}, and would measure the same: {way}. It reads "
-                f"{', '.join(sorted({*reads, *EVERYWHERE}))}"
-            )
+            unread = f"{who} does not read {key}, and would measure the same: {way}"
+            raise ConfigError(f"{one.input_line}: {unread}. It reads {', '.join(sorted({*reads, *EVERYWHERE}))}")
 
 
-def _require_scale_of_device(config: DictConfig, typed: Sequence[Override]) -> None:
-    """A model on a GPU, with the dtype, lengths and memory of a scale for a CPU, would be another engine."""
-    device, keys = config.hardware.device, [one.key_or_group for one in typed]
+def _set_device(config: DictConfig, keys: Sequence[str]) -> None:
+    """`hardware=cpu` says where to measure, beside what the machine can do at most. A model on a GPU, with the dtype,
+    lengths and memory of a scale for a CPU, would be another engine."""
+    device, room = config.hardware.device, config.hardware.memory_gib
     others = [scale for scale in config.get("scales") or () if scale != config.axes.scale]
     of_cpu = device is Device.cuda and config.engine.model.device is Device.cpu and "scale" not in keys
     if of_cpu and others and (chosen := [key for key in keys if key in MODEL]):
-        raise ConfigError(
-            f"{chosen[0]} on a GPU with the settings of scale={config.axes.scale}, which is for a CPU: type the one "
-            f"whose settings it is to have, scale={' or scale='.join(others)}"
-        )
-
-
-def _set_device(config: DictConfig, typed: Sequence[Override]) -> None:
-    """`hardware=cpu` says where to measure, beside what the machine can do at most."""
-    device, room = config.hardware.device, config.hardware.memory_gib
-    if device is not None and not any(one.key_or_group == "engine.model.device" for one in typed):
+        way = f"type the one whose settings it is to have, scale={' or scale='.join(others)}"
+        of_scale = f"the settings of scale={config.axes.scale}, which is for a CPU"
+        raise ConfigError(f"{chosen[0]} on a GPU with {of_scale}: {way}")
+    if device is not None and "engine.model.device" not in keys:
         config.engine.model.device = device
     if room is not None and (config.engine.cache.memory_gib or 0) > room:
-        raise ConfigError(
-            f"engine.cache.memory_gib={config.engine.cache.memory_gib:g} is more than the {room:g} GiB of "
-            f"{config.hardware.machine}: choose a smaller scale=..., or set less"
-        )
+        there = f"is more than the {room:g} GiB of {config.hardware.machine}: choose a smaller scale=..., or set less"
+        raise ConfigError(f"engine.cache.memory_gib={config.engine.cache.memory_gib:g} {there}")
 
 
 def _narrow(config: DictConfig, experiment: str) -> list[str]:
@@ -251,52 +237,41 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         if isinstance(named := known.get(bundles), Mapping) and name:  # one more
             known[bundles] = {**named, name: values}
         else:  # names of bundles that set the same give way to it
-            chosen = _chosen(axis, known.get(axis), values)
-            known = {name: of for name, of in known.items() if name == axis or not _sets(of, axis)} | {axis: chosen}
+            values, own_values = values if isinstance(values, (list, Mapping)) else [values], known.get(axis)
+            if isinstance(own_values, Mapping):  # the bundles of that name
+                require_known(f"experiment.points.{axis} has no", map(str, values), own_values)
+                values = {name: own_values[name] for name in values}
+            elif not (axis in known or isinstance(values, Mapping) or axis.startswith(("workload.", "engine."))):
+                ways = "an axis it has, or names with their settings, {name: {workload.count: 8}}"
+                raise ConfigError(f"experiment.points has no {axis!r}: give a key of workload or engine, {ways}")
+            known = {name: of for name, of in known.items() if name == axis or not _sets(of, axis)} | {axis: values}
     if known == own:
         return []
     config.experiment.points = known
     grid = points.grid(known)
 
-    def stands(claim: Any) -> bool:
-        wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
-        return claim.get("everywhere") or all("search" in at or _stands(grid, at) for at in wanted or [{}])
+    def stands(at: Mapping[str, Any]) -> bool:
+        return len(points.fitting(grid, at)) == 1
 
-    lost = _drop_claims(config, stands, "about other points")
-    if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
+    def kept(claim: Any) -> bool:
+        wanted = [at for at in (claim.get("at"), claim.get("against")) if at]
+        return claim.get("everywhere") or all("search" in at or stands(at) for at in wanted or [{}])
+
+    lost = _drop_claims(config, kept, "about other points")
+    if config.experiment.get("timeline") is not None and not stands(config.experiment.timeline):
         config.experiment.timeline = None
-    if config.experiment.get("again_at"):
-        config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
-    for name in ("gate_at", "profile"):
+    for name, instead in (("again_at", []), ("gate_at", [dict(grid[0].values)]), ("profile", [dict(grid[0].values)])):
         if own_points := config.experiment.get(name):
-            config.experiment[name] = [at for at in own_points if _stands(grid, at)] or [dict(grid[0].values)]
+            config.experiment[name] = list(filter(stands, own_points)) or instead
     of = ", ".join(f"{axis} {points.shown(values)}" for axis, values in known.items() if values != own.get(axis))
     gone = ", ".join(axis for axis in own if axis not in known)
-    instead = f" in the place of {gone}" if gone else ""
-    return [f"Measured at other points than the experiment's own: {of}{instead}.{lost}"]
+    taken = f" in the place of {gone}" if gone else ""
+    return [f"Measured at other points than the experiment's own: {of}{taken}.{lost}"]
 
 
 def _sets(values: Any, key: str) -> bool:
     """Whether an axis has names for settings, that one among them."""
     return isinstance(values, Mapping) and any(key in bundle for bundle in values.values())
-
-
-def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
-    return len(points.fitting(grid, at)) == 1
-
-
-def _chosen(axis: str, own: Any, values: Any) -> Any:
-    """The bundles of that name, or the values themselves."""
-    values = values if isinstance(values, (list, Mapping)) else [values]
-    if not isinstance(own, Mapping):
-        if own is None and not isinstance(values, Mapping) and not axis.startswith(("workload.", "engine.")):
-            raise ConfigError(
-                f"experiment.points has no {axis!r}: give a key of workload or engine, an axis it has, or names with "
-                f"their settings, {{name: {{workload.count: 8}}}}"
-            )
-        return values
-    require_known(f"experiment.points.{axis} has no", map(str, values), own)
-    return {name: own[name] for name in values}
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
@@ -343,18 +318,14 @@ def _keys(one: Override) -> Sequence[str]:
     key, value = one.key_or_group, one.value()
     if isinstance(value, Mapping) and value:
         return [f"{key}.{leaf}" for leaf in points.flat(value)]
-    return _keys_of_file(key, str(value)) if (CONF / key).is_dir() else [key]
-
-
-@cache
-def _keys_of_file(group: str, name: str) -> Sequence[str]:
-    path = CONF / group / f"{name}.yaml"
-    if not path.is_file():
-        return ()
-    _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
-    package = package.strip() if said else group.replace("/", ".")
-    leaves = [leaf for leaf in points.flat(axes.plain(OmegaConf.load(path))) if leaf != "defaults"]
-    return () if package == "_global_" else tuple(f"{package}.{leaf}" for leaf in leaves) or (package,)
+    if not (axes.CONF / key).is_dir():
+        return [key]
+    path = axes.CONF / key / f"{value}.yaml"
+    package = path.is_file() and re.match("# @package (.*)", path.read_text(encoding="utf-8"))
+    section = package[1].strip() if package else key.replace("/", ".")
+    if not path.is_file() or section == "_global_":
+        return []
+    return [f"{section}.{leaf}" for leaf in points.flat(axes.read(path)) if leaf != "defaults"] or [section]
 
 
 def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:

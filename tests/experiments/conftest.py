@@ -32,7 +32,7 @@ from yaml.constructor import SafeConstructor
 from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
-from experiments.lab import schema
+from experiments.lab import axes, schema
 from experiments.lab.measure import cells, clocks, subjects
 from experiments.lab.peers import process
 from experiments.lab.show.figures import frame
@@ -131,7 +131,7 @@ def configs_are_made_once() -> Iterator[None]:
             merged[key] = merge(loader, defaults[:first], repo)
         return merge(loader, [merged[key], *defaults[first:]], repo)
 
-    def register_once(conf: Path = schema.CONF, experiment: str = "*") -> None:
+    def register_once(conf: Path = axes.CONF, experiment: str = "*") -> None:
         if not registered & {(conf, experiment), (conf, "*")}:
             registered.add((conf, experiment))
             register(conf, experiment)

@@ -97,7 +97,7 @@ def require_gates(experiment):
 def test_nothing_is_recorded_of_an_engine_that_no_gate_has_checked(compose_config, tmp_path):
     typed = ["experiment=quickstart", "measure.gates=false"]
     config = compose_config(*typed, "paths.results=results")
-    with pytest.raises(ConfigError, match=r"measure.gates=false: quickstart generates tokens, .*: leave out measure"):
+    with pytest.raises(ConfigError, match=r"measure.gates=false: quickstart generates tokens, .*: leave it out"):
         execute(config, "quickstart", typed, tmp_path)
 
 

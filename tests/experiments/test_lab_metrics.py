@@ -268,7 +268,7 @@ def test_a_class_that_the_workload_lacks_is_named():
 
 
 def test_an_slo_is_above_zero():
-    with pytest.raises(ConfigError, match=r"experiment.slo.ttft_ms must be above 0 ms, got 0"):
+    with pytest.raises(ConfigError, match=r"experiment.slo.ttft_ms must be above 0, got 0"):
         SLO(ttft_ms=0)
 
 

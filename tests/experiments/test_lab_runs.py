@@ -226,5 +226,5 @@ def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, ch
 
 
 def test_the_lab_needs_nothing_that_serves() -> None:
-    serving = ["msgspec", "fastapi", "uvicorn", "prometheus_client", "llguidance"]
+    serving = ["fastapi", "uvicorn", "prometheus_client", "llguidance"]
     assert reimported("import experiments.ablation", without=serving) == 0

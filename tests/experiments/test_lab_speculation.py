@@ -201,7 +201,7 @@ def test_over_acceptance_the_line_is_the_formula_at_the_measured_costs():
 
 
 def test_a_formula_needs_its_axis_and_only_it_has_a_mark():
-    with pytest.raises(ConfigError, match="draws a formula: name the point's key, or the metric"):
+    with pytest.raises(ConfigError, match="formula: name the point's key or the metric"):
         PanelSpec("decode_tokens_per_s", PanelKind.formula)
     with pytest.raises(ConfigError, match="`mark` goes with kind: formula"):
         PanelSpec("ttft_ms", mark=1.0)

@@ -132,6 +132,10 @@ def test_another_version_is_refused(tmp_path):
         StoreError, match=r"written in an older format, or a newer one \(unknown fields \['surprise'\]\)"
     ):
         store.read(path)
+    document["provenance"]["within"] = 1
+    path.write_text(json.dumps(document))
+    with pytest.raises(StoreError, match=r"unknown fields .*within"):
+        store.read(path)
 
 
 def test_what_is_a_share_now_is_one_in_older_results(tmp_path):

@@ -254,7 +254,7 @@ def test_a_missing_login_or_network_leaves_them_in_files(monkeypatch, outcome, r
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tracker.project=''", "must not be empty"),
+        ("tracker.project=''", "must be a name, not an empty one"),
         ("tracker.sync_timeout_s=0", "tracker.sync_timeout_s must be above 0"),
     ],
 )

@@ -258,14 +258,14 @@ def test_the_time_to_take_a_request_is_its_own(monkeypatch):
     monkeypatch.setattr(engine, "add_request", lambda *args, **more: (time.sleep(0.002), take(*args, **more)))
     served = peer(engine).serve([Item((n,), 2, arrival_s=0.0) for n in range(20)], 1)
     assert served.requests[-1].sent - served.requests[-1].arrival > 0.03
-    assert validity.client_fell_behind(Evidence(served, 100)) == ""
+    assert "client_fell_behind" not in dict(validity.broken(Evidence(served, 100)))
 
 
 def test_a_client_that_is_busy_with_answers_is_found(monkeypatch):
     answered = Outcomes.answered
     monkeypatch.setattr(Outcomes, "answered", lambda self: (answered(self), time.sleep(0.02))[0])
     served = peer(InProcess(0.001)).serve([Item((n,), 8, arrival_s=0.004 * n) for n in range(6)], 1)
-    assert "the client fell behind its schedule" in validity.client_fell_behind(Evidence(served, 100))
+    assert "the client fell behind its schedule" in validity.problem(Evidence(served, 100))
 
 
 def test_a_turn_begins_with_the_one_before_it():

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,7 @@ from workload_tools import DRY, Letters, assert_hits_are_intended, dry_engine, i
 from experiments.lab.workloads import Arrivals, Trace
 from experiments.lab.workloads.base import generator
 from experiments.lab.workloads.random import RandomTokens
-from experiments.lab.workloads.trace import HashBlocks, shrunk
-from experiments.lab.workloads.trace_file import read
+from experiments.lab.workloads.trace import HashBlocks, read, shrunk
 from mini_infer.core.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -222,48 +222,37 @@ def test_the_engine_finds_what_is_intended(tmp_path_factory, paths, shrink):
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 GOOD = "2023-11-16 18:15:46.6805900,374,44\n"
 ROW = mooncake_lines([(1000, 600, 5, [1, 2])])
+WHOLE, RANGE = r"line 3: Expected `int`, got `str` - at `$.ContextTokens`", "line 2: Expected `int` >= 1 - at `$."
 BROKEN = [
-    (HEAD + GOOD + "2023-11-16 18:15:47.0,37\n", r"line 3: it has 2 of 3 columns: '2023-11-16 18:15:47.0,37'"),
-    (HEAD + GOOD + "2023-11-16 18:15:47.0,many,3\n", r"line 3: ContextTokens must be a whole number, got 'many'"),
-    (HEAD + GOOD + "2023-11-16 18:15:47.0,3.5,3\n", r"line 3: ContextTokens must be a whole number, got '3.5'"),
-    (
-        HEAD + GOOD + "2023-11-16 18:15:47.0,0,3\n",
-        r"line 3: a request has 1 to 1,000,000,000 prompt tokens, this one has 0",
-    ),
-    (HEAD + GOOD + "2023-11-16 18:15:47.0,3,-5\n", r"line 3: .* output tokens, this one has -5"),
-    (
-        HEAD + GOOD + "16.11.2023,3,5\n",
-        r"line 3: TIMESTAMP must look like 2023-11-16 18:15:46.6805900, got '16.11.2023'",
-    ),
-    (HEAD + GOOD + "2023-02-30 18:15:46,3,5\n", r"line 3: TIMESTAMP must look like"),
-    (HEAD + "\n" + GOOD + "2023-11-16 18:15:46.1805900,3,5\n", r"line 4: it is 0.500 s earlier than the line before"),
-    ("TIMESTAMP,ContextTokens\n" + GOOD, r"line 1: the columns are TIMESTAMP,ContextTokens; GeneratedTokens missing"),
-    (HEAD, r"has a header and no requests"),
-    ("", r"is empty"),
-    (" \n\n", r"is empty"),
-    ("prompt,answer\n1,2\n", r"is no trace that is known here. Its first line is 'prompt,answer'; an Azure trace"),
-    (ROW + ROW[:40], r"line 2: it is no JSON, or cut short: ...'.*\"input_length\": 600,'"),
-    (ROW + "[1, 2]\n", r"line 2: it must be an object with timestamp, input_length"),
-    (
-        ROW + '{"timestamp": 1000, "input_length": 5}\n',
-        r"line 2: output_length, hash_ids missing; it has timestamp, inp",
-    ),
-    (ROW + ROW.replace("600", "0"), r"line 2: a request has 1 to 1,000,000,000 prompt tokens, this one has 0"),
-    (ROW + ROW.replace("600", "-600"), r"line 2: a request has 1 to 1,000,000,000 prompt tokens, this one has -600"),
-    (ROW + ROW.replace("5, ", "0, "), r"line 2: a request has 1 to .* output tokens, this one has 0"),
-    (ROW + ROW.replace("600", "600.5"), r"line 2: input_length must be a whole number, got 600.5"),
-    (ROW + ROW.replace("600", "true"), r"line 2: input_length must be a whole number, got True"),
-    (
-        ROW + ROW.replace("[1, 2]", "[1]"),
-        r"line 2: input_length=600 makes 2 blocks of 512 tokens, but hash_ids holds 1",
-    ),
-    (ROW + ROW.replace("[1, 2]", '[1, "x"]'), r"line 2: hash_ids must be a list of whole numbers, got \[1, 'x'\]"),
-    (ROW + ROW.replace("1000", "NaN"), r"line 2: timestamp must be milliseconds, got nan"),
-    (ROW + ROW.replace("1000", '"soon"'), r"line 2: timestamp must be milliseconds, got 'soon'"),
-    (ROW + ROW.replace("1000", "9" * 400), r"line 2: timestamp must be milliseconds, got 999"),
-    (HEAD + GOOD.replace("374", "9" * 12), r"line 2: a request has 1 to 1,000,000,000 prompt tokens, this one has 999"),
-    (HEAD + GOOD.replace("374", "9" * 5000), r"line 2: ContextTokens must be a whole number"),
-    (ROW + ROW.replace("1000", "900"), r"line 2: it is 0.100 s earlier than the line before it"),
+    (HEAD + GOOD + "2023-11-16 18:15:47.0,37\n", "line 3: it has 2 of 3 columns: '2023-11-16 18:15:47.0,37'"),
+    (HEAD + GOOD + "2023-11-16 18:15:47.0,many,3\n", WHOLE),
+    (HEAD + GOOD + "2023-11-16 18:15:47.0,3.5,3\n", WHOLE),
+    (HEAD + GOOD + "2023-11-16 18:15:47.0,0,3\n", "line 3: Expected `int` >= 1 - at `$.ContextTokens`"),
+    (HEAD + GOOD + "2023-11-16 18:15:47.0,3,-5\n", "line 3: Expected `int` >= 1 - at `$.GeneratedTokens`"),
+    (HEAD + GOOD + "16.11.2023,3,5\n", "line 3: Invalid RFC3339 encoded datetime"),
+    (HEAD + GOOD + "2023-02-30 18:15:46,3,5\n", "line 3: Invalid RFC3339 encoded datetime"),
+    (HEAD + "\n" + GOOD + "2023-11-16 18:15:46.1805900,3,5\n", "line 4: it is 0.500 s earlier than the line before"),
+    ("TIMESTAMP,ContextTokens\n" + GOOD, "Azure trace begins with the columns TIMESTAMP,ContextTokens,GeneratedTokens"),
+    (HEAD, "has a header and no requests"),
+    ("", "is empty"),
+    (" \n\n", "is empty"),
+    ("prompt,answer\n1,2\n", "is no trace that is known here. Its first line is 'prompt,answer'; an Azure trace"),
+    (ROW + ROW[:40], "line 2: Input data was truncated"),
+    (ROW + "[1, 2]\n", "line 2: Expected `object`, got `array`"),
+    (ROW + '{"timestamp": 1000, "input_length": 5}\n', "line 2: Object missing required field `output_length`"),
+    (ROW + ROW.replace("600", "0"), RANGE + "input_length`"),
+    (ROW + ROW.replace("600", "-600"), RANGE + "input_length`"),
+    (ROW + ROW.replace("5, ", "0, "), RANGE + "output_length`"),
+    (ROW + ROW.replace("600", "600.5"), "line 2: Expected `int`, got `float` - at `$.input_length`"),
+    (ROW + ROW.replace("600", "true"), "line 2: Expected `int`, got `bool` - at `$.input_length`"),
+    (ROW + ROW.replace("[1, 2]", "[1]"), "line 2: input_length=600 makes 2 blocks of 512 tokens, but hash_ids holds 1"),
+    (ROW + ROW.replace("[1, 2]", '[1, "x"]'), "line 2: Expected `int`, got `str` - at `$.hash_ids[1]`"),
+    (ROW + ROW.replace("1000", "NaN"), "line 2: JSON is malformed: invalid character"),
+    (ROW + ROW.replace("1000", '"soon"'), "line 2: Expected `float`, got `str` - at `$.timestamp`"),
+    (ROW + ROW.replace("1000", "9" * 400), "line 2: Number out of range - at `$.timestamp`"),
+    (HEAD + GOOD.replace("374", "9" * 12), "line 2: Expected `int` <= 1000000000 - at `$.ContextTokens`"),
+    (HEAD + GOOD.replace("374", "9" * 5000), "line 2: Integer value out of range - at `$.ContextTokens`"),
+    (ROW + ROW.replace("1000", "900"), "line 2: it is 0.100 s earlier than the line before it"),
 ]
 
 
@@ -271,7 +260,7 @@ BROKEN = [
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, text, message):
     path = tmp_path / "broken.trace"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         Trace(path=str(path), limit=1).make(LONG, seed=0)
     assert "broken.trace" in str(caught.value)
 

@@ -262,7 +262,7 @@ def test_text_prompts_are_held_out_code_of_unequal_lengths():
     assert max(lengths) <= 162
     assert {2 <= item.output_tokens <= 9 for item in inputs.measured} == {True}
     assert len({item.output_tokens for item in inputs.measured}) > 3
-    assert "def " in vocabulary.decode(inputs.measured[0].prompt)
+    assert "def " in vocabulary.tokenizer.decode(inputs.measured[0].prompt)
     assert len({*starts(inputs.measured), *starts(inputs.warmup)}) == len(inputs.measured) + len(inputs.warmup)
     assert load.make(vocabulary, seed=0) == inputs
     assert (

@@ -16,6 +16,7 @@ class Letters:
     def __init__(self, size: int = 128, max_model_len: int = 8192) -> None:
         self.size = size
         self.max_model_len = max_model_len
+        self.tokenizer = self
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]

@@ -58,12 +58,6 @@ class Claim:
     aim: float | None = None  # a stricter value, against which nothing is judged
 
     @property
-    def quantity(self) -> tuple[Any, ...]:
-        """With its reference: there is one claim on both, or one from either side."""
-        reference = self.reference_variant, self.reference_point
-        return self.metric, self.variant, self.point, *reference, self.bound.is_floor
-
-    @property
     def limits(self) -> tuple[float, float]:
         """What the interval must lie between; infinite where there is no bound."""
         if self.upper is not None:
@@ -80,15 +74,10 @@ class Judgement:
 
 
 def resolve_all(
-    specs: Sequence[ClaimSpec],
-    *,
-    variants: Sequence[str],
-    baseline: str | None,
-    metrics: Sequence[str],
-    points: Sequence[Point],
+    specs: Sequence[ClaimSpec], variants: list[str], baseline: str | None, metrics: list[str], points: Sequence[Point]
 ) -> list[Claim]:
     """`experiment.claims`, each checked against what will be measured."""
-    found: list[Claim] = []
+    found, said = list[Claim](), set[tuple[Any, ...]]()  # quantities with their references
     for index, spec in enumerate(specs):
         where = f"experiment.claims[{index}]"
         bound, value, upper = _bound(spec, where)
@@ -109,12 +98,13 @@ def resolve_all(
                 other = find_point(points, spec.against, f"{where}.against") if spec.against else point
                 reference = to, other.name
             claim = Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
-            if any(claim.quantity == other.quantity for other in found):
-                raise ConfigError(
-                    f"{where} says again what a claim before it says of {spec.metric} of {spec.variant}, beside the "
-                    "same reference: leave one out, or make them one bound with a stricter `aim`"
-                )
+            key = (claim.metric, claim.variant, claim.point, *reference, bound.is_floor)  # one from either side
+            if key in said:
+                again = f"{where} says again what a claim before it says of {spec.metric} of {spec.variant}"
+                ways = "leave one out, or make them one bound with a stricter `aim`"
+                raise ConfigError(f"{again}, beside the same reference: {ways}")
             found.append(claim)
+            said.add(key)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
@@ -21,7 +22,6 @@ from experiments.lab.judge.metrics import (
     Metric,
     Missing,
     Samples,
-    Value,
     mean,
     of_engine,
     of_pass,
@@ -30,12 +30,11 @@ from experiments.lab.judge.metrics import (
     total,
 )
 from experiments.lab.judge.roofline import Floor
-from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.measure.traces import HostUse, Served
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import ExpertTraffic, StepRecord
 
 CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
-PERCENTILES = (50, 90, 95, 99)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
 NOT_COUNTED = Missing("tokens are counted by expert where model.count_experts=true", applies=False)
 NOT_EXCHANGED = Missing("it is measured with model.count_experts=true where ranks share experts", applies=False)
@@ -43,6 +42,9 @@ NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=F
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
 NO_COUNTER = Missing("no GPU has counted its energy", applies=False)
+OfStep = Callable[[StepRecord], float]
+OfExchange = Callable[[ExpertTraffic], float]
+OfFloors = Callable[[Sequence[Floor], float], float]
 BURST = "what counts of the requests has come within "
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
@@ -50,28 +52,23 @@ UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
     """Mean and percentiles of a time in seconds, each sample with its request or, of gaps, the moment of its end."""
 
-    def at(served: Served) -> list[tuple[Hashable, float]]:
-        return [(moment, 1e3 * sample) for moment, sample in samples(served) if sample is not None]
+    def compute(q: int | None, served: Served, context: Context) -> float | Missing:
+        found = [(moment, 1e3 * sample) for moment, sample in samples(served) if sample is not None]
+        times = [ms for _, ms in found]
+        if q is None:
+            return _mean(times)
+        value = stats.percentile(times, q)
+        if value is None:
+            return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+        beyond = {moment for moment, ms in found if ms >= value * (1 - 1e-9)}
+        if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
+            takes = f"takes {stats.SAMPLES_BEYOND}: gaps of several requests that end together are one"
+            return too_few(f"{len(beyond)} moments lie beyond the P{q}, which {takes}")
+        return value
 
-    def percentile(q: int) -> Compute:
-        def compute(served: Served, context: Context) -> float | Missing:
-            found = at(served)
-            value = stats.percentile([ms for _, ms in found], q)
-            if value is None:
-                return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
-            beyond = {moment for moment, ms in found if ms >= value * (1 - 1e-9)}
-            if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
-                takes = f"takes {stats.SAMPLES_BEYOND}: gaps of several requests that end together are one"
-                return too_few(f"{len(beyond)} moments lie beyond the P{q}, which {takes}")
-            return value
-
-        return compute
-
-    found = {f"{key}_ms": of_requests(f"{what}, mean {one}", "ms", LOWER, lambda s, c: _mean([x for _, x in at(s)]))}
-    for q in PERCENTILES:
-        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
-        found[f"{key}_p{q}_ms"] = of_requests(label, "ms", LOWER, percentile(q))
-    return found
+    labels = {None: f"mean {one}", 50: f"median {one}", 90: "P90", 95: "P95", 99: "P99"}
+    return {f"{key}{f'_p{q}' if q else ''}_ms": of_requests(f"{what}, {label}", "ms", LOWER, partial(compute, q))
+            for q, label in labels.items()}  # fmt: skip
 
 
 def _mean(values: Sequence[float], count: float | None = None, missing: Missing = NOTHING) -> float | Missing:
@@ -89,17 +86,17 @@ def _gaps(served: Served) -> list[tuple[Hashable, float]]:
     return found
 
 
-def _of_requests(time: Callable[[RequestTrace], float | None]) -> Samples:
-    return lambda served: [(index, time(request)) for index, request in enumerate(served.counted)]
+def _rate(count: Callable[[Served], float], served: Served, _: Context) -> float | Missing:
+    if served.is_burst:
+        return too_few(f"{BURST}{served.seconds:.3g} s, in which hardly one is answered: no rate could be kept up")
+    return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
 
 
-def _rate(count: Callable[[Served], float]) -> Compute:
-    def compute(served: Served, context: Context) -> float | Missing:
-        if served.is_burst:
-            return too_few(f"{BURST}{served.seconds:.3g} s, in which hardly one is answered: no rate could be kept up")
-        return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
-
-    return compute
+def _mean_over_time(value: OfStep, per: OfStep, served: Served) -> float | Missing:
+    """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
+    lasted = [(record.end_time - record.start_time, record) for record in served.records]
+    above, below = (sum(t * of(record) for t, record in lasted) for of in (value, per))
+    return above / below if below > 0 else NOTHING
 
 
 def _completed(served: Served) -> float:
@@ -108,45 +105,26 @@ def _completed(served: Served) -> float:
     return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
 
 
-def _hit_rate(served: Served, context: Context) -> float | Missing:
-    if not served.records and not (served.host and served.host.tells_cached):
-        return NOT_A_PEERS
-    return _mean([request.cached_tokens for request in served.requests], _asked(served))
+def _all_tokens(served: Served) -> int:
+    return sum(len(request.token_times) for request in served.requests)
 
 
 def _asked(served: Served) -> int:
     return sum(request.prompt_tokens for request in served.requests)
 
 
-def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Value:
-    """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
-
-    def compute(served: Served) -> float | Missing:
-        lasted = [(record.end_time - record.start_time, record) for record in served.records]
-        above, below = (sum(t * of(record) for t, record in lasted) for of in (value, per))
-        return above / below if below > 0 else NOTHING
-
-    return compute
+def _hits(tokens: OfStep, served: Served) -> float | Missing:
+    return _mean([tokens(record) for record in served.records], _asked(served))
 
 
-def _hits(tokens: Callable[[StepRecord], int]) -> Value:
-    return lambda served: _mean([tokens(record) for record in served.records], _asked(served))
-
-
-def _of_exchanges(
-    value: Callable[[ExpertTraffic], float], per: Callable[[ExpertTraffic], float] = lambda _: 1
-) -> Value:
+def _of_exchanges(value: OfExchange, served: Served, per: OfExchange = lambda _: 1) -> float | Missing:
     """Mean over the steps in which tokens went to experts of other ranks, or the ratio of two sums."""
-
-    def compute(served: Served) -> float | Missing:
-        found = [record.expert_traffic for record in served.records if record.expert_traffic is not None]
-        return _mean([value(traffic) for traffic in found], sum(map(per, found)), NOT_EXCHANGED)
-
-    return compute
+    found = [record.expert_traffic for record in served.records if record.expert_traffic is not None]
+    return _mean([value(traffic) for traffic in found], sum(map(per, found)), NOT_EXCHANGED)
 
 
-def _stage(name: str) -> Value:
-    return _of_exchanges(lambda traffic: 1e3 * getattr(traffic, f"{name}_s"))
+def _stage(name: str, served: Served) -> float | Missing:
+    return _of_exchanges(lambda traffic: 1e3 * getattr(traffic, f"{name}_s"), served)
 
 
 def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute:
@@ -154,31 +132,19 @@ def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute
 
 
 def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
-    """A streamed token."""
-
-    def compute(served: Served, host: HostUse) -> float | Missing:
-        used = seconds(host)  # of the whole pass
-        return NOT_TOLD if used is None else _mean([1e6 * used], _all_tokens(served))
-
-    return _over_http(compute)
+    """A streamed token; `seconds` are of the whole pass."""
+    return _over_http(lambda served, host: NOT_TOLD if (used := seconds(host)) is None else _mean(
+        [1e6 * used], _all_tokens(served)))  # fmt: skip
 
 
-def _all_tokens(served: Served) -> int:
-    return sum(len(request.token_times) for request in served.requests)
-
-
-def _roofline(value: Callable[[Sequence[Floor], float], float]) -> Compute:
+def _roofline(value: OfFloors, served: Served, context: Context) -> float | Missing:
     """Of the steps' floors, and the seconds that they took: scheduling, which the host adds, is part of the gap."""
-
-    def compute(served: Served, context: Context) -> float | Missing:
-        if not served.records:
-            return NOT_A_PEERS
-        if context.floors is None:
-            return Missing(context.no_floors, applies=False)
-        seconds = sum(record.end_time - record.start_time for record in served.records)
-        return value(context.floors(served.records), seconds) if seconds > 0 else NOTHING
-
-    return compute
+    if not served.records:
+        return NOT_A_PEERS
+    if context.floors is None:
+        return Missing(context.no_floors, applies=False)
+    seconds = sum(record.end_time - record.start_time for record in served.records)
+    return value(context.floors(served.records), seconds) if seconds > 0 else NOTHING
 
 
 # Of bringing tokens to the experts of other ranks, and what they are called in a table.
@@ -190,38 +156,40 @@ STAGES = {
 }
 
 SERVING: dict[str, Formula] = {
-    **_times("ttft", "time to first token", "request", _of_requests(lambda r: r.ttft)),
+    **_times("ttft", "time to first token", "request", lambda s: enumerate(r.ttft for r in s.counted)),
     **_times("itl", "inter-token latency", "gap", _gaps),
-    **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
-    **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
+    **_times("tpot", "time per output token after the first", "request", lambda s: enumerate(
+        r.tpot for r in s.counted)),
+    **_times("e2e", "end-to-end latency", "request", lambda s: enumerate(r.e2e for r in s.counted)),
     "itl_max_ms": of_requests("inter-token latency, longest gap", "ms", LOWER,
                               lambda s, c: max((1e3 * gap for _, gap in _gaps(s)), default=NOTHING)),
-    "output_tokens_per_s": of_requests("output tokens per second", "tokens/s", HIGHER, _rate(
-        lambda s: sum(s.in_window(r.token_times) for r in s.requests))),
-    "input_tokens_per_s": of_requests("prompt tokens per second", "tokens/s", HIGHER, _rate(
-        lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
-    "requests_per_s": of_requests("requests per second", "requests/s", HIGHER, _rate(_completed)),
+    "output_tokens_per_s": of_requests("output tokens per second", "tokens/s", HIGHER, partial(
+        _rate, lambda s: sum(s.in_window(r.token_times) for r in s.requests))),
+    "input_tokens_per_s": of_requests("prompt tokens per second", "tokens/s", HIGHER, partial(
+        _rate, lambda s: sum(r.prompt_tokens for r in s.requests if s.in_window(r.token_times[:1])))),
+    "requests_per_s": of_requests("requests per second", "requests/s", HIGHER, partial(_rate, _completed)),
     "goodput_rps": of_requests("requests per second that met every SLO", "requests/s", HIGHER,
-                               lambda s, c: _rate(lambda served: sum(map(c.slo.met_by, served.counted)))(s, c)),
+                               lambda s, c: _rate(lambda served: sum(map(c.slo.met_by, served.counted)), s, c)),
     "slo_rate_rps": of_pass("highest rate of arrivals at which requests met the SLO", "requests/s", HIGHER,
                             lambda s, c: NOT_SEARCHED),
     "slo_share": of_requests("share of the requests that met every SLO", "", HIGHER,
                              lambda s, c: _mean([c.slo.met_by(r) for r in s.counted]), share=True),
-    "prefix_hit_rate": of_requests("share of prompt tokens found in the prefix cache", "", HIGHER, _hit_rate,
-                                   share=True),
+    "prefix_hit_rate": of_requests("share of prompt tokens found in the prefix cache", "", HIGHER, lambda s, c:
+        _mean([r.cached_tokens for r in s.requests], _asked(s))
+        if s.records or (s.host and s.host.tells_cached) else NOT_A_PEERS, share=True),
     "preemptions": of_requests("preemptions", "", LOWER, lambda s, c:
         float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
     "total_s": of_pass("time for the whole workload", "s", LOWER, lambda s, c: s.took),
-    "kv_utilization": of_engine("KV slots in use / reserved", "", HIGHER, _mean_over_time(
-        lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots), share=True),
+    "kv_utilization": of_engine("KV slots in use / reserved", "", HIGHER, partial(
+        _mean_over_time, lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots), share=True),
     "host_hit_rate": of_engine("share of prompt tokens that came back from host memory", "", HIGHER,
-                               _hits(lambda r: r.host_hit_tokens), share=True),
+                               partial(_hits, lambda r: r.host_hit_tokens), share=True),
     "disk_hit_rate": of_engine("share of prompt tokens that came back from files", "", HIGHER,
-                               _hits(lambda r: r.disk_hit_tokens), share=True),
-    "kv_used_share": of_engine("share of the KV blocks in use", "", LOWER, _mean_over_time(
-        lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks), share=True),
-    "kv_cached_blocks": of_engine("free KV blocks that hold a cached prefix", "blocks", HIGHER, _mean_over_time(
-        lambda r: r.kv.cached_blocks, lambda r: 1)),
+                               partial(_hits, lambda r: r.disk_hit_tokens), share=True),
+    "kv_used_share": of_engine("share of the KV blocks in use", "", LOWER, partial(
+        _mean_over_time, lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks), share=True),
+    "kv_cached_blocks": of_engine("free KV blocks that hold a cached prefix", "blocks", HIGHER, partial(
+        _mean_over_time, lambda r: r.kv.cached_blocks, lambda r: 1)),
     "evictions": of_engine("cached KV blocks overwritten", "blocks", LOWER, total(lambda r: r.evictions)),
     "swapped_blocks": of_engine("KV blocks moved to host memory or back", "blocks", LOWER,
                                 total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks)),
@@ -233,7 +201,8 @@ SERVING: dict[str, Formula] = {
     "step_ms": of_engine("time of an engine step, mean", "ms", LOWER,
                          mean(lambda r: 1e3 * (r.end_time - r.start_time))),
     "schedule_ms": of_engine("time to schedule a step, mean", "ms", LOWER, mean(lambda r: 1e3 * r.schedule_s)),
-    **{f"{stage}_ms": of_engine(f"{what}, mean step", "ms", LOWER, _stage(stage)) for stage, what in STAGES.items()},
+    **{f"{stage}_ms": of_engine(f"{what}, mean step", "ms", LOWER, partial(_stage, stage))
+       for stage, what in STAGES.items()},
     "tokens_per_step": of_engine("tokens computed in a step, mean", "tokens", HIGHER,
                                  mean(lambda r: r.prefill_tokens + r.verified_tokens)),
     "batch_size": of_engine("requests that decode together, mean", "requests", HIGHER,
@@ -243,9 +212,9 @@ SERVING: dict[str, Formula] = {
     "rank_imbalance": of_engine("experts' tokens of a layer's busiest rank / of its average one, mean step", "", LOWER,
         lambda s: _mean([x for r in s.records if (x := r.rank_imbalance) is not None], missing=NOT_EXCHANGED)),
     "exchange_excess": of_engine("bytes sent / the fewest that would do", "", LOWER,
-                                 _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
+                                 partial(_of_exchanges, lambda t: t.sent_bytes, per=lambda t: t.ideal_bytes)),
     "exchange_mb": of_engine("bytes of a step to experts of other ranks and back, mean", "MB", LOWER,
-                             _of_exchanges(lambda t: t.sent_bytes / 1e6)),
+                             partial(_of_exchanges, lambda t: t.sent_bytes / 1e6)),
     **DRAFTS,
     "kv_token_bytes": of_pass("KV of a token", "bytes", LOWER,
                               lambda s, c: UNKNOWN_MEMORY if s.kv_token_bytes is None else float(s.kv_token_bytes)),
@@ -262,12 +231,12 @@ SERVING: dict[str, Formula] = {
                            _over_http(lambda served, host: host.client_busy), share=True),
     "gpu_idle_share": of_pass("share of a decode step that the GPU waits for the next", "", LOWER,
                               lambda s, c: NOT_PROFILED, share=True),
-    "mbu": of_pass("memory bandwidth utilization", "", HIGHER, _roofline(
-        lambda floors, s: sum(f.memory_s for f in floors) / s), share=True),
-    "mfu": of_pass("compute utilization", "", HIGHER, _roofline(
-        lambda floors, s: sum(f.compute_s for f in floors) / s), share=True),
-    "floor_ms": of_pass("least time that the hardware allows a step, mean", "ms", LOWER, _roofline(
-        lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
+    "mbu": of_pass("memory bandwidth utilization", "", HIGHER, partial(
+        _roofline, lambda floors, s: sum(f.memory_s for f in floors) / s), share=True),
+    "mfu": of_pass("compute utilization", "", HIGHER, partial(
+        _roofline, lambda floors, s: sum(f.compute_s for f in floors) / s), share=True),
+    "floor_ms": of_pass("least time that the hardware allows a step, mean", "ms", LOWER, partial(
+        _roofline, lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
 }  # fmt: skip
 
 OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py

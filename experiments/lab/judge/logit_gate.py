@@ -61,8 +61,7 @@ class Expected:
 
 
 def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
-    """One a variant. Variants that differ in nothing that the gate looks at are computed once, and so is what those
-    with one reference are compared with."""
+    """One a variant. What variants have in common is computed once: their logits, or those of their reference."""
     known: dict[str, ErrorGate] = {}
     references: dict[str, Expected] = {}
     found = []
@@ -124,9 +123,13 @@ def expect(config: EngineConfig) -> Expected:
         answers = [output.outputs[0].token_ids for output in exact.generate(prompts, params)]
         rows = [([*prompt, *answer], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
         logits, rounding = torch.cat([probe_logits(exact, *row) for row in rows]), 0.0
-        if rounds := _rounding_layers(exact):
-            for method in rounds:
-                method.activations = None
+        model = exact.executor.runner.model
+        assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
+        methods = [layer.method for layer in model.module.modules() if isinstance(layer, Linear)]
+        rounds = [m for m in methods if isinstance(m, QuantizedLinear) and m.activations is not None]
+        for method in rounds:
+            method.activations = None
+        if rounds:
             rounding = row_error(torch.cat([probe_logits(exact, *row) for row in rows]), logits)
     return Expected(rows, logits, rounding)
 
@@ -142,13 +145,6 @@ def measure(config: EngineConfig, expected: Expected, allowed: float) -> ErrorGa
     against = f"sdpa in fp32 ({LAYERS} layers; prefill of {told} tokens, then {steps})"
     allowed = math.hypot(allowed, math.sqrt(3) * expected.rounding)
     return compare(torch.cat((alone, together)), expected.logits.repeat(2, 1), allowed, against)
-
-
-def _rounding_layers(engine: LLMEngine) -> list[QuantizedLinear]:
-    model = engine.executor.runner.model
-    assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
-    methods = (layer.method for layer in model.module.modules() if isinstance(layer, Linear))
-    return [method for method in methods if isinstance(method, QuantizedLinear) and method.activations is not None]
 
 
 def compare(found: Tensor, expected: Tensor, allowed: float, against: str) -> ErrorGate:

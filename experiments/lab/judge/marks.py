@@ -1,5 +1,4 @@
-"""What to know of a whole run: whether it has what a result is made of, whether it tells the baseline from itself, and
-whether repeats of a variant agree."""
+"""What to know of a whole run: is it complete, does it tell the baseline from itself, do repeats of a variant agree?"""
 
 from __future__ import annotations
 
@@ -8,10 +7,9 @@ from collections import defaultdict
 from itertools import product
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
@@ -22,7 +20,7 @@ OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s") 
 TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
 
 
-def again(result: Result) -> Estimate | None:
+def again(result: Result) -> stats.Estimate | None:
     """The baseline's second arm over its first, by the metric of the run: in each repeat the geometric mean over all
     points. 5 % of sound runs tell it from 1. None where it was measured once, or the two share no valid repeat."""
     info = result.info
@@ -65,18 +63,6 @@ def severalfold(result: Result) -> list[str]:
     return [text for _, text in sorted(worst.values(), reverse=True)]
 
 
-def few_processes(info: RunInfo) -> str:
-    """Not of an experiment that asks for fewer itself, not of what is simulated, and not of a run that was cut off and
-    says itself how many are complete."""
-    asked = info.config.get("measure", {}).get("processes", PROCESSES)
-    count = len(info.processes) or 1
-    by_nature = asked < PROCESSES and "measure.processes" not in info.changed
-    counted = "processes are complete" in info.status
-    if by_nature or info.is_simulated or count >= PROCESSES or counted:
-        return ""
-    return f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})"
-
-
 def short_passes(result: Result) -> str:
     """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
     info, passes = result.info, defaultdict[tuple[str, str, int, int], list[float]](list)
@@ -103,13 +89,18 @@ def short_passes(result: Result) -> str:
 
 def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does. What stands in brackets can be left out."""
-    found, told = again(result), []
+    info, found, told = result.info, again(result), []
     if found is not None and found.told:
         told.append(f"the baseline differs from itself: A/A ratio {wording.interval(found)}")
     apart = severalfold(result)
     more = len(apart) - 1
     others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""
     told += [f"repeats differ severalfold ({apart[0]}{others})"] if apart else []
-    if found is None and result.info.baseline is not None and result.info.on_gpu:
+    if found is None and info.baseline is not None and info.on_gpu:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
-    return [*told, *filter(None, (few_processes(result.info), short_passes(result)))]
+    asked, count = info.config.get("measure", {}).get("processes", PROCESSES), len(info.processes) or 1
+    by_nature = asked < PROCESSES and "measure.processes" not in info.changed  # the experiment asks for fewer itself
+    counted = "processes are complete" in info.status  # by a run that was cut off
+    if count < PROCESSES and not (by_nature or counted or info.is_simulated):
+        told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})")
+    return [*told, *filter(None, [short_passes(result)])]

@@ -4,15 +4,15 @@ service level objectives (SLO) that a request must keep to count as good."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
 from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.spec import Checked, Positive
 from experiments.lab.store.rows import NOT_SHOWN
-from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
 
 
@@ -35,26 +35,20 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class SLO:
+class SLO(Checked, section="experiment.slo"):
     """Bounds, in milliseconds, that a request must all keep to count as goodput. None: no bound."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    itl_ms: float | None = None  # of every single gap
-    e2e_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, bound in self.bounds.items():
-            if bound <= 0:
-                raise ConfigError(f"experiment.slo.{name} must be above 0 ms, got {bound}")
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    itl_ms: Positive | None = None  # of every single gap
+    e2e_ms: Positive | None = None
 
     @property
     def bounds(self) -> dict[str, float]:
         return {name: bound for name, bound in vars(self).items() if bound is not None}
 
     def taken_by(self, request: RequestTrace) -> dict[str, float]:
-        """Milliseconds of what each bound is of; endless without a complete answer. A single token has no TPOT and no
-        gap to miss."""
+        """Milliseconds of what each bound is of; endless without an answer. One token has no TPOT and no gap."""
         if request.error or request.ttft is None or request.e2e is None:
             return dict.fromkeys(self.bounds, math.inf)
         gap = max(request.gaps, default=0.0)
@@ -96,7 +90,7 @@ NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Value = Callable[[Served], "float | Missing"]
 Compute = Callable[[Served, Context], "float | Missing"]
-Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
+Samples = Callable[[Served], Iterable["tuple[Hashable, float | None]"]]
 
 
 @dataclass(frozen=True)

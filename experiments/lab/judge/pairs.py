@@ -13,7 +13,6 @@ from itertools import combinations
 
 from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.grids import Grid
 from experiments.lab.spec import PanelKind
@@ -21,8 +20,6 @@ from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
 JOINED = "+"
-
-
 # What the interval of an interaction shows.
 TOLD = {1: "more than the product", -1: "less than the product", 0: "not told from the product"}
 
@@ -31,9 +28,9 @@ TOLD = {1: "more than the product", -1: "less than the product", 0: "not told fr
 class Pair:
     first: str  # variants
     second: str
-    alone: tuple[Estimate, Estimate]  # gains
-    both: Estimate
-    interaction: Estimate
+    alone: tuple[stats.Estimate, stats.Estimate]  # gains
+    both: stats.Estimate
+    interaction: stats.Estimate
 
 
 def mechanisms(result: Result) -> list[str]:
@@ -42,7 +39,7 @@ def mechanisms(result: Result) -> list[str]:
     return [name for name in result.info.variants if name not in without and JOINED not in name]
 
 
-def gain(result: Result, variant: str, metric: str) -> Estimate | None:
+def gain(result: Result, variant: str, metric: str) -> stats.Estimate | None:
     """Over the baseline; None where it was not measured."""
     found = _by_repeat(result, variant, metric)
     return stats.factors(found) if found else None
@@ -69,7 +66,17 @@ def metrics(result: Result) -> list[str]:
 
 def grids(result: Result) -> list[Grid]:
     """A table for each of `metrics`."""
-    return [grid for name in metrics(result) if (grid := _grid(result, name)).rows]
+    found, header = [], ("pair", "alone", "product", "together [95 %]", "together / product", "so the pair brings")
+    for metric in metrics(result):
+        rows = []
+        for pair in of(result, metric):
+            alone = [gain.median for gain in pair.alone]
+            medians = ", ".join(f"{wording.number(gain)}x" for gain in alone), f"{wording.number(math.prod(alone))}x"
+            shown = (wording.interval(own, "x") for own in (pair.both, pair.interaction))
+            rows.append((f"{pair.first}{JOINED}{pair.second}", *medians, *shown, TOLD[pair.interaction.told]))
+        title = f"Pairs, by their gain in {result.info.metrics[metric].label}"
+        found += [Grid(title, header, tuple(rows))] if rows else []
+    return found
 
 
 def sentence(result: Result) -> str:
@@ -79,26 +86,12 @@ def sentence(result: Result) -> str:
     if not pairs:
         return ""
     told = []
-    for way in (1, -1):
-        own = [pair for pair in pairs if pair.interaction.told == way]
-        listed = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
-        told += [f"{len(own)} bring {TOLD[way]} ({listed})"] if own else []
-    within = sum(1 for pair in pairs if pair.interaction.told == 0)
-    told += [f"{within} cannot be told from it"] if within else []
+    for way in (1, -1, 0):
+        if own := [pair for pair in pairs if pair.interaction.told == way]:
+            each = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
+            told.append(f"{len(own)} bring {TOLD[way]} ({each})" if way else f"{len(own)} cannot be told from it")
     metric = result.info.metrics[names[0]].label
     return f"Of {len(pairs)} pairs, beside the product of their gains in {metric}: {'; '.join(told)}."
-
-
-def _grid(result: Result, metric: str) -> Grid:
-    rows = []
-    for pair in of(result, metric):
-        alone = [gain.median for gain in pair.alone]
-        medians = ", ".join(f"{wording.number(gain)}x" for gain in alone), f"{wording.number(math.prod(alone))}x"
-        shown = (wording.interval(found, "x") for found in (pair.both, pair.interaction))
-        rows.append((f"{pair.first}{JOINED}{pair.second}", *medians, *shown, TOLD[pair.interaction.told]))
-    title = f"Pairs, by their gain in {result.info.metrics[metric].label}"
-    header = ("pair", "alone", "product", "together [95 %]", "together / product", "so the pair brings")
-    return Grid(title, header, tuple(rows))
 
 
 def _by_repeat(result: Result, variant: str, metric: str) -> dict[Turn, float]:

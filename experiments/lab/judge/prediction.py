@@ -20,14 +20,16 @@ Cell = tuple[str, str, str]  # variant, point, metric
 
 
 class Miss(NamedTuple):
-    """`share` of the measured value by which the predicted one is above it, or below; infinite where 0 was measured and
-    something else was predicted."""
+    """`share` of the measured value by which the predicted one is off; infinite where 0 was measured, and not said."""
 
     share: float
     metric: str
     point: str
     variant: str  # simulated
     predicted: float
+
+    def __abs__(self) -> float:
+        return abs(self.share)
 
     @property
     def by(self) -> str:
@@ -38,14 +40,13 @@ class Miss(NamedTuple):
 
 
 def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
-    """The worst of all, those that missed by more than MISSED, and those that one side has no value of. `predictions`:
-    simulated variant -> measured one."""
-    found, lines = sorted(misses(rows, predictions), key=lambda miss: -abs(miss.share)), []
+    """The worst, those off by more than MISSED, and those without a partner. `predictions`: simulated -> real."""
+    found, lines = sorted(misses(rows, predictions), key=abs, reverse=True), []
     if found:
-        near = sum(abs(miss.share) <= MISSED for miss in found)
+        near = sum(abs(miss) <= MISSED for miss in found)
         lines.append(f"Of {len(found)} predictions {near} lie within {MISSED:.0%} of what was measured; the worst "
                      f"misses the {found[0].words(labels)}.")  # fmt: skip
-    far = [miss.words(labels) for miss in found[1:] if abs(miss.share) > MISSED]
+    far = [miss.words(labels) for miss in found[1:] if abs(miss) > MISSED]
     if far:
         lines.append(f"Predictions that missed by more than {MISSED:.0%}, too: {'; '.join(far)}.")
     alone = [

@@ -88,7 +88,11 @@ class StepCosts:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         attention, size = spec.attention, dtype.itemsize
         self._wide = str(dtype).removeprefix("torch.")
-        weight_bytes, self._product = _projections(spec, dtype)
+        schemes = spec.quantization.schemes if spec.quantization is not None else ()
+        products = [scheme.activations.number.value for scheme in schemes if scheme.activations is not None]
+        # Of several schemes the least bytes of a weight, and the fastest products.
+        weight_bytes = min((scheme.weights.number.bits / 8 for scheme in schemes), default=size)
+        self._product = RATES[products[0]] if products else self._wide
         self._layer_bytes = cache(lambda tokens: weight_bytes * layer_weights(spec, tokens))
         self._token_flops = 2.0 * layer_weights(spec, 1)
         self._kv_row = spec.kv_layout(dtype).bytes_per_token // spec.num_layers  # of one token in one layer
@@ -116,21 +120,11 @@ class StepCosts:
         return Cost(float(moved), by_dtype)
 
 
-def _projections(spec: ModelSpec, dtype: torch.dtype) -> tuple[float, str]:
-    """Bytes of a weight of the layers, and the dtype of their products: of several the least and the fastest."""
-    schemes = spec.quantization.schemes if spec.quantization is not None else ()
-    products = [scheme.activations.number.value for scheme in schemes if scheme.activations is not None]
-    product = RATES[products[0]] if products else str(dtype).removeprefix("torch.")
-    return min((scheme.weights.number.bits / 8 for scheme in schemes), default=dtype.itemsize), product
-
-
 def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
     """Parameters of all layers and of the last norm; with `tokens`, those that a step of so many needs at least."""
     hidden = spec.hidden_size
-    total = float(hidden)
-    for layer in spec.layers:
-        total += layer.attention.num_weights(hidden) + 2 * hidden + _feed_forward(layer.feed_forward, hidden, tokens)
-    return total
+    layers = ((layer.attention.num_weights(hidden), layer.feed_forward) for layer in spec.layers)
+    return hidden + sum(attention + 2 * hidden + _feed_forward(own, hidden, tokens) for attention, own in layers)
 
 
 def _feed_forward(spec: FeedForwardSpec, hidden: int, tokens: int | None) -> float:

@@ -74,18 +74,15 @@ def estimate(values: Sequence[float]) -> Estimate:
     if min(values) == max(values):
         return Estimate(centre, centre, centre, n)
     y, back = _additive(values)
-    half = t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
-    return _around(centre, back(float(y.mean()) - half), back(float(y.mean()) + half), n)
+    middle, half = float(y.mean()), t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
+    return _around(centre, back(middle - half), back(middle + half), n)
 
 
 def _additive(values: Sequence[float]) -> tuple[np.ndarray, Callable[[float], float]]:
     """Numbers whose noise adds up, the logarithms where all values are above 0; and the way back from them."""
     x = np.asarray(values, dtype=np.float64)
-    return (np.log(x), _exp) if x.min() > 0 else (x, float)
-
-
-def _exp(x: float) -> float:
-    return math.exp(min(max(x, -700.0), 700.0))  # two wild values have an interval without end
+    back = lambda y: math.exp(min(max(y, -700.0), 700.0))  # noqa: E731  # two wild values have an interval without end
+    return (np.log(x), back) if x.min() > 0 else (x, float)
 
 
 def _around(centre: float, low: float, high: float, n: int) -> Estimate:
@@ -113,8 +110,14 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     one. That of a share stays between 0 and 1; that of knees reaches from rates that were kept to rates that were
     missed, and is open where a knee lies outside of the range."""
     found = estimate(independent(values))
-    if _knees(values):
-        found = _enclosing(found, independent(values), independent(_missed(values)))
+    if _knees(values):  # from the rates that were kept up to those that were missed
+        missed = independent(_missed(values))
+        if found.low is not None:
+            high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
+            found = replace(found, low=found.low if min(independent(values)) > 0 else 0.0, high=high)
+        end = float(median(missed))
+        beyond = {"median": end, "beyond": "< "} if found.median == 0 else {"beyond": "> " if math.isinf(end) else ""}
+        found = replace(found, **beyond)
     if share and found.low is not None and found.high is not None:
         found = replace(found, low=max(found.low, 0.0), high=min(found.high, max(1.0, found.median)))
     return replace(found, n=len(values), processes=len(by_process(values)))
@@ -166,17 +169,6 @@ def _missed(values: Mapping[Turn, float]) -> dict[Turn, float]:
     return {turn: value.missed if isinstance(value, Kept) else value for turn, value in values.items()}
 
 
-def _enclosing(found: Estimate, kept: Sequence[float], missed: Sequence[float]) -> Estimate:
-    """`found` of the rates that were kept, with an interval up to those that were missed."""
-    lowest, end = min(kept), float(median(missed))
-    if found.low is not None:
-        high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
-        found = replace(found, low=found.low if lowest > 0 else 0.0, high=high)
-    if found.median == 0:
-        return replace(found, median=end, beyond="< ")
-    return replace(found, beyond="> " if math.isinf(end) else "")
-
-
 def _between_knees(
     of: Callable[[Mapping[Turn, float], Mapping[Turn, float]], Estimate],
     values: Mapping[Turn, float],
@@ -214,10 +206,8 @@ def processes_differ(groups: Sequence[Sequence[float]]) -> bool:
 
 
 def by_process(values: Mapping[Turn, float]) -> list[list[float]]:
-    groups: dict[int, list[float]] = {}
-    for (process, _), value in values.items():
-        groups.setdefault(process, []).append(value)
-    return list(groups.values())
+    processes = dict.fromkeys(process for process, _ in values)
+    return [[value for (own, _), value in values.items() if own == process] for process in processes]
 
 
 def unpaired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Estimate:

@@ -1,10 +1,11 @@
-"""Rules by which a pass counts or not: docs/metrics.md says what each of them finds. Each answers with the reason, or
-with nothing. Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
+"""Rules by which a pass counts or not, as docs/metrics.md has them: the names of those that are broken, and why.
+Rules of time hold a pass against a second witness that knows nothing of how its times were made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -52,92 +53,125 @@ class Evidence:
         return self.served.requests
 
 
-def failures(e: Evidence) -> str:
-    failed = [r for r in e.requests if r.error]
-    return f"{len(failed)} of {len(e.requests)} requests failed: {failed[0].error}" if failed else ""
+Broken = Iterator[tuple[str, str]]  # name of a rule, and the reason
 
 
-def wrong_lengths(e: Evidence) -> str:
+def problem(evidence: Evidence) -> str:
+    """Why a pass does not count; empty when it does."""
+    return "; ".join(reason for _, reason in broken(evidence))
+
+
+def broken(evidence: Evidence) -> Broken:
+    return chain.from_iterable(of(evidence) for of in RULES)
+
+
+def _of_answers(e: Evidence) -> Broken:
+    count, tokens = len(e.requests), [token for r in e.requests for token in r.token_ids]
+    if failed := [r.error for r in e.requests if r.error]:
+        yield "failures", f"{len(failed)} of {count} requests failed: {failed[0]}"
     told = [(r, {len(r.token_times), len(r.token_ids) if r.tells_tokens else r.asked_tokens}) for r in e.requests]
-    wrong = sum(lengths != {r.asked_tokens} for r, lengths in told if not r.error)
-    return f"{wrong} of {len(e.requests)} requests did not get the output length they asked for" if wrong else ""
+    if wrong := sum(lengths != {r.asked_tokens} for r, lengths in told if not r.error):
+        yield "wrong_lengths", f"{wrong} of {count} requests did not get the output length they asked for"
+    if outside := [token for token in tokens if not 0 <= token < e.vocab_size]:
+        where = f"none of the vocabulary's {e.vocab_size}, the first is {outside[0]}"
+        yield "outside_vocabulary", f"{len(outside)} tokens are {where}"
+    # Logits of NaN choose the same token everywhere, whatever the prompt.
+    if len(set(tokens)) == 1 and count > 1 and len(tokens) >= STUCK_TOKENS:
+        broken = "the sampler, or the logits it sees, must be broken"
+        yield "stuck_sampler", f"every token of every request is {tokens[0]}: {broken}"
+    if e.first_tokens is not None and all(r.tells_tokens for r in e.requests):
+        pairs = zip(e.requests, e.first_tokens, strict=True)
+        if changed := sum(tuple(r.token_ids) != tuple(first) for r, first in pairs if not r.error):
+            yield "unsteady_tokens", f"{changed} of {count} requests got other greedy tokens than in the first repeat"
 
 
-def outside_vocabulary(e: Evidence) -> str:
-    wrong = [token for r in e.requests for token in r.token_ids if not 0 <= token < e.vocab_size]
-    return f"{len(wrong)} tokens are none of the vocabulary's {e.vocab_size}, the first is {wrong[0]}" if wrong else ""
-
-
-def stuck_sampler(e: Evidence) -> str:
-    """Logits of NaN choose the same token everywhere, whatever the prompt."""
-    tokens = [token for r in e.requests for token in r.token_ids]
-    if len(set(tokens)) != 1 or len(e.requests) < 2 or len(tokens) < STUCK_TOKENS:
-        return ""
-    return f"every token of every request is {tokens[0]}: the sampler, or the logits it sees, must be broken"
-
-
-def unsteady_tokens(e: Evidence) -> str:
-    if e.first_tokens is None or not all(r.tells_tokens for r in e.requests):
-        return ""
-    pairs, count = zip(e.requests, e.first_tokens, strict=True), len(e.requests)
-    changed = sum(1 for r, first in pairs if not r.error and tuple(r.token_ids) != tuple(first))
-    return f"{changed} of {count} requests got other greedy tokens than in the first repeat" if changed else ""
-
-
-def unintended_hits(e: Evidence) -> str:
-    """The sum counts: which of two requests computes what they share, and which finds it, is the scheduler's choice."""
+def _of_hits_and_drafts(e: Evidence) -> Broken:
+    # Sums count: which of two requests computes what they share, and which finds it, is the scheduler's choice.
     found, meant = sum(r.cached_tokens for r in e.requests), sum(r.shared_tokens for r in e.requests)
-    if found <= meant:
-        return ""
-    if not meant:
-        return f"{found} prompt tokens of unrelated prompts came from a prefix cache"
-    return f"{found} prompt tokens came from a prefix cache, and the workload shares {meant}"
+    if found > meant == 0:
+        yield "unintended_hits", f"{found} prompt tokens of unrelated prompts came from a prefix cache"
+    elif found > meant:
+        shares = f"the workload shares {meant}"
+        yield "unintended_hits", f"{found} prompt tokens came from a prefix cache, and {shares}"
+    if e.made_up_prompts:  # by the config alone: whether a pass on random tokens happens to draft says nothing either
+        yield "drafts_of_nothing", OF_NOTHING
 
 
-def drafts_of_nothing(e: Evidence) -> str:
-    """By the config alone: whether a pass on random tokens happens to draft anything says nothing either."""
-    return OF_NOTHING if e.made_up_prompts else ""
-
-
-def client_fell_behind(e: Evidence) -> str:
-    """What the client adds between the moment it could have sent a request and the moment it did (RequestTrace.lag)."""
+def _of_client_and_machine(e: Evidence) -> Broken:
+    # What the client adds between the moment it could have sent a request and the moment it did (RequestTrace.lag).
     scheduled = [r for r in e.requests if r.sent is not None]
-    if not scheduled:
-        return ""
-    arrivals = [r.arrival for r in scheduled]
-    mean_gap = (max(arrivals) - min(arrivals)) / max(len(scheduled) - 1, 1)
-    allowed = max(LAG_S, LAG_SHARE * mean_gap)
+    arrivals = [r.arrival for r in scheduled] or [0.0]
+    allowed = max(LAG_S, LAG_SHARE * (max(arrivals) - min(arrivals)) / max(len(scheduled) - 1, 1))
     late = [r.lag for r in scheduled if r.lag > allowed]
-    if len(late) <= LATE_SHARE * len(scheduled):
-        return ""
-    return (
-        f"the client fell behind its schedule: {len(late)} of {len(scheduled)} requests were sent up to "
-        f"{1e3 * max(late):.0f} ms late ({1e3 * allowed:.0f} ms are allowed)"
-    )
+    if len(late) > LATE_SHARE * len(scheduled):
+        by = f"up to {1e3 * max(late):.0f} ms late ({1e3 * allowed:.0f} ms are allowed)"
+        sent = f"{len(late)} of {len(scheduled)} requests were sent {by}"
+        yield "client_fell_behind", f"the client fell behind its schedule: {sent}"
+    if e.served.host is not None and (busy := e.served.host.client_busy) > MAX_BUSY:
+        limit = f"{100 * MAX_BUSY:.0f} % are allowed; peers.client.processes gives it more processes"
+        client = f"a process of the load client was busy {100 * busy:.0f} % of the time"
+        yield "client_was_busy", f"{client}, so that the client may be the limit ({limit})"
+    if e.drift.problem:
+        yield "clocks_drifted", e.drift.problem
+    if grown := e.served.memory_growth:
+        yield "memory_grew", f"{grown / 2**20:.0f} MiB of GPU memory were taken inside the timed part"
+    if compiled := e.served.compiled:
+        names = ", ".join(dict.fromkeys(compiled))
+        yield "compiled_inside", f"{len(compiled)} kernels were compiled inside the timed part: {names}"
 
 
-def client_was_busy(e: Evidence) -> str:
-    host = e.served.host
-    if host is None or host.client_busy <= MAX_BUSY:
-        return ""
-    return (
-        f"a process of the load client was busy {100 * host.client_busy:.0f} % of the time, so that the client may be "
-        f"the limit ({100 * MAX_BUSY:.0f} % are allowed; peers.client.processes gives it more processes)"
-    )
+def of_times(e: Evidence) -> Broken:
+    outside, inside = e.served.outside_s, e.served.took
+    if outside is not None and not -GRAIN_S <= outside - inside <= OUTSIDE_SHARE * outside + OUTSIDE_S:
+        told = f"the pass says that it took {inside:.4g} s"
+        yield "timed_from_outside", f"{told}, and from outside it took {outside:.4g} s"
+    if any(r.error for r in e.requests):
+        return
+    if answered := [r for r in e.requests if r.token_times]:
+        allowed = max(EDGE_S, EDGE_SHARE * inside)
+        early = min(r.arrival for r in e.requests) - e.served.start
+        left = e.served.end - max(r.token_times[-1] for r in answered)
+        if not -GRAIN_S <= early <= allowed:
+            when = f"{1e3 * abs(early):.3g} ms {'after' if early < 0 else 'before'}"
+            yield "edges", f"the pass starts {when} its first arrival"
+        elif not -GRAIN_S <= left <= allowed:
+            yield "edges", f"the pass ends {1e3 * abs(left):.3g} ms {'before' if left < 0 else 'after'} its last token"
+    counted, waited = e.served.in_flight_s, sum(r.e2e or 0.0 for r in e.requests)
+    if counted is not None and abs(waited - counted) > LITTLE_SHARE * counted + LITTLE_S * len(e.requests):
+        flight = f"requests were in flight for {counted:.4g} s"
+        yield "latencies_of_nobody", f"latencies add up to {waited:.4g} s, and {flight}"
 
 
-def clocks_drifted(e: Evidence) -> str:
-    return e.drift.problem
+def _of_steps(e: Evidence) -> Broken:
+    records, times = e.served.records, np.unique([time for r in e.requests for time in r.token_times])
+    if records and len(times):  # a step's tokens are known between what it executed and the end of its bookkeeping
+        ends = np.array([record.end_time for record in records]) + GRAIN_S
+        known = ends - [record.update_s + 2 * GRAIN_S for record in records]
+        step = np.searchsorted(ends, times)
+        inside = (step < len(ends)) & (times >= known[np.minimum(step, len(ends) - 1)])
+        if wrong := int((~inside).sum()):
+            moments = f"{wrong} of {len(times)} moments at which tokens appeared"
+            yield "tokens_between_steps", f"{moments} are the end of no step"
+    if wrong_steps := _too_fast(e):
+        took = _step_times(e)
+        worst = min(wrong_steps, key=lambda step: took[step] / e.floors_s[step])
+        work = f"{records[worst].prefill_tokens} prompt tokens and {records[worst].decode_tokens} running requests"
+        many = f"{len(wrong_steps)} of {len(e.floors_s)} steps took less than the hardware needs"
+        own = f"step {worst} took {1e3 * took[worst]:.3g} ms for {work}"
+        yield "faster_than_possible", f"{many}: {own}, which take {1e3 * e.floors_s[worst]:.4g} ms"
 
 
-def memory_grew(e: Evidence) -> str:
-    grown = e.served.memory_growth
-    return f"{grown / 2**20:.0f} MiB of GPU memory were taken inside the timed part" if grown else ""
+def _of_warm_up(e: Evidence) -> Broken:
+    if e.before is not None and not e.before:
+        pays = "so the pass pays for what is compiled and allocated once"
+        yield "no_warm_up", f"nothing was served before the clock started, {pays}"
+    known = {item.prompt for item in e.before or ()}  # drafts from finished outputs, and caches, would know the answers
+    if count := sum(item.follows is None and item.prompt in known for item in e.items):
+        prompts = f"{count} of {len(e.items)} measured prompts"
+        yield "warmed_up_on_itself", f"{prompts} had been served before the clock started"
 
 
-def compiled_inside(e: Evidence) -> str:
-    names = ", ".join(dict.fromkeys(e.served.compiled))
-    return f"{len(e.served.compiled)} kernels were compiled inside the timed part: {names}" if names else ""
+RULES = (_of_answers, _of_hits_and_drafts, _of_client_and_machine, of_times, _of_steps, _of_warm_up)
 
 
 def few_hits(served: Served, prefix_caching: bool) -> str:
@@ -147,67 +181,6 @@ def few_hits(served: Served, prefix_caching: bool) -> str:
     if not prefix_caching or found >= FAR_BELOW * intended:
         return ""
     return f"{found} of {intended} shared prompt tokens were found in the prefix cache"
-
-
-def timed_from_outside(e: Evidence) -> str:
-    outside, inside = e.served.outside_s, e.served.took
-    if outside is None or -GRAIN_S <= outside - inside <= OUTSIDE_SHARE * outside + OUTSIDE_S:
-        return ""
-    return f"the pass says that it took {inside:.4g} s, and from outside it took {outside:.4g} s"
-
-
-def edges(e: Evidence) -> str:
-    answered = [r for r in e.requests if r.token_times]
-    if not answered or any(r.error for r in e.requests):
-        return ""
-    allowed = max(EDGE_S, EDGE_SHARE * e.served.took)
-    late = min(r.arrival for r in e.requests) - e.served.start
-    if not -GRAIN_S <= late <= allowed:
-        return f"the pass starts {1e3 * abs(late):.3g} ms {'after' if late < 0 else 'before'} its first arrival"
-    left = e.served.end - max(r.token_times[-1] for r in answered)
-    if not -GRAIN_S <= left <= allowed:
-        return f"the pass ends {1e3 * abs(left):.3g} ms {'before' if left < 0 else 'after'} its last token"
-    return ""
-
-
-def tokens_between_steps(e: Evidence) -> str:
-    """A step's tokens are known between what it executed and the end of its bookkeeping."""
-    records = e.served.records
-    times = np.unique([time for r in e.requests for time in r.token_times])
-    if not records or not len(times):
-        return ""
-    ends = np.array([record.end_time for record in records]) + GRAIN_S
-    known = ends - [record.update_s + 2 * GRAIN_S for record in records]
-    step = np.searchsorted(ends, times)
-    inside = (step < len(ends)) & (times >= known[np.minimum(step, len(ends) - 1)])
-    wrong = int((~inside).sum())
-    return f"{wrong} of {len(times)} moments at which tokens appeared are the end of no step" if wrong else ""
-
-
-def latencies_of_nobody(e: Evidence) -> str:
-    counted = e.served.in_flight_s
-    if counted is None or any(r.error for r in e.requests):
-        return ""
-    told = sum(r.e2e or 0.0 for r in e.requests)
-    if abs(told - counted) <= LITTLE_SHARE * counted + LITTLE_S * len(e.requests):
-        return ""
-    return f"latencies add up to {told:.4g} s, and requests were in flight for {counted:.4g} s"
-
-
-def faster_than_possible(e: Evidence) -> str:
-    """The device begins a step when it has done the one before, and not before it was launched: with overlap that is
-    after the end of the last step but one, and in a pipeline of the last but as many as there are stages. How late an
-    end was read, which makes its step long and those behind it short, does not matter then."""
-    wrong = _too_fast(e)
-    if not wrong:
-        return ""
-    worst = min(wrong, key=lambda step: _step_times(e)[step] / e.floors_s[step])
-    record = e.served.records[worst]
-    return (
-        f"{len(wrong)} of {len(e.floors_s)} steps took less than the hardware needs: step {worst} took "
-        f"{1e3 * _step_times(e)[worst]:.3g} ms for {record.prefill_tokens} prompt tokens and {record.decode_tokens} "
-        f"running requests, which take {1e3 * e.floors_s[worst]:.4g} ms"
-    )
 
 
 def late_readings(e: Evidence) -> float:
@@ -228,7 +201,10 @@ def _step_times(e: Evidence) -> np.ndarray:
 
 
 def _too_fast(e: Evidence) -> list[int]:
-    """Steps whose end came before the device could have done them."""
+    """Steps whose end came before the device could have done them. It begins a step when it has done the one before,
+    and not before it was launched: with overlap that is after the end of the last step but one, and in a pipeline of
+    the last but as many as there are stages. How late an end was read, which makes its step long and those behind it
+    short, does not matter then."""
     if not e.floors_s:
         return []
     start = e.served.records[0].start_time
@@ -240,30 +216,3 @@ def _too_fast(e: Evidence) -> list[int]:
             found.append(step)
             done = end
     return found
-
-
-def no_warm_up(e: Evidence) -> str:
-    if e.before is None or e.before:
-        return ""
-    return "nothing was served before the clock started, so the pass pays for what is compiled and allocated once"
-
-
-def warmed_up_on_itself(e: Evidence) -> str:
-    """Drafts from finished outputs, and caches of any kind, would know the answers."""
-    known = {item.prompt for item in e.before or ()}
-    count = sum(1 for item in e.items if item.follows is None and item.prompt in known)
-    return f"{count} of {len(e.items)} measured prompts had been served before the clock started" if count else ""
-
-
-RULES: tuple[Callable[[Evidence], str], ...] = (
-    # Of answers; of the client and the machine; of times.
-    *(failures, wrong_lengths, outside_vocabulary, stuck_sampler, unsteady_tokens, unintended_hits, drafts_of_nothing),
-    *(client_fell_behind, client_was_busy, clocks_drifted, memory_grew, compiled_inside),
-    *(timed_from_outside, edges, tokens_between_steps, latencies_of_nobody, faster_than_possible),
-    *(no_warm_up, warmed_up_on_itself),
-)
-
-
-def problem(evidence: Evidence) -> str:
-    """Why a pass does not count; empty when it does."""
-    return "; ".join(found for rule in RULES if (found := rule(evidence)))

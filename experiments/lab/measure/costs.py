@@ -23,7 +23,7 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.points import flat, keys, within
 from experiments.lab.spec import BOUND, ESTIMATE
 from experiments.lab.store import result as store
-from experiments.lab.store.rows import converter
+from experiments.lab.store.rows import from_plain
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
@@ -294,8 +294,8 @@ def push_block_s(target: Target) -> float:
 def read(path: Path) -> CostFile:
     """Raises ConfigError where it is no file of costs."""
     try:
-        return converter(CostFile)(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
+        return from_plain(CostFile, yaml.safe_load(path.read_text()))
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
 
 

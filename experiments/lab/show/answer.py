@@ -10,7 +10,6 @@ from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
-from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
 PARTS = 3  # of a sentence: two that matter, and what it costs
@@ -53,10 +52,9 @@ def sentence(result: Result) -> str:
         return _without_claims(result)
     # The first, the next of another metric, and what guards against a loss; else whatever comes next.
     first, rest = claimed[0], claimed[1:]
-    other = next((effect for effect in rest if effect.metric != first.metric), None)
-    guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
-    chosen = [effect for effect in (first, other, guard) if effect is not None]
-    found = [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
+    others = [effect for effect in rest if effect.metric != first.metric][:1]
+    found = [first, *others, *[effect for effect in reversed(rest) if effect.guards and effect not in others][:1]]
+    found = [*found, *(effect for effect in rest if effect not in found)][:PARTS]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     return _capital("; ".join(_told_once(found, info)) + ".")
@@ -76,7 +74,7 @@ def at_most(result: Result) -> list[str]:
     return told
 
 
-def in_words(effect: Effect, info: RunInfo) -> str:
+def in_words(effect: effects.Effect, info: RunInfo) -> str:
     """`1.62x tokens/s (440 -> 708)`, without who and where."""
     short, ratio, told = wording.short(effect.metric, info), effect.ratio, figures(effect, info)
     share = wording.is_share(effect.metric, info)
@@ -109,7 +107,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
     return f"{short} {told}: {by}worse{doubt}"
 
 
-def figures(effect: Effect, info: RunInfo) -> str:
+def figures(effect: effects.Effect, info: RunInfo) -> str:
     """`88.9 -> 13.4 ms` of a mechanism switched on, `13.4 ms against 88.9`; beside nothing `13.4 ms, target 15`."""
     if effect.own is None:
         return wording.NOTHING
@@ -125,12 +123,10 @@ def figures(effect: Effect, info: RunInfo) -> str:
 def flags(result: Result) -> list[str]:
     """What a reader must know before any number."""
     info = result.info
-    told = {
-        f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})": info.status == COMPLETE,
-        "tokens differ from the baseline's": all(gate.passed for gate in info.gates),
-        "numbers are too far from the reference's": all(gate.passed for gate in info.error_gates),
-    }
-    return [*(flag for flag, sound in told.items() if not sound), *marks.of(result)]
+    told = [] if info.status == COMPLETE else [f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})"]
+    told += [] if all(gate.passed for gate in info.gates) else ["tokens differ from the baseline's"]
+    told += [] if all(gate.passed for gate in info.error_gates) else ["numbers are too far from the reference's"]
+    return [*told, *marks.of(result)]
 
 
 def badges(result: Result) -> list[str]:
@@ -138,7 +134,7 @@ def badges(result: Result) -> list[str]:
     return [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
 
 
-def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
+def _told_once(found: list[effects.Effect], info: RunInfo) -> list[str]:
     """Each in words, one subject after the other; who it is, against whom and where are said where they change."""
     subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
     parts, before = [], ("", "", "")
@@ -152,12 +148,12 @@ def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
     return parts
 
 
-def _who(effect: Effect, info: RunInfo) -> str:
+def _who(effect: effects.Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
     return "" if len(info.variants) == 1 or (effect.beside in OFF and own in ON) else own
 
 
-def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
+def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
     """Where claims name several variants at a point, all of them told apart from the baseline, or none beside anything:
     what each has of the first one's metric, the best first, and then of another metric.
     `Tokens equal to fp32's: w8a16 99.3 %; fp8 96.3 %.`"""

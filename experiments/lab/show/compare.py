@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from experiments.lab import points
 from experiments.lab.judge import stats
@@ -53,8 +53,8 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
 
 def _origin(name: str, path: Path | str, info: RunInfo) -> str:
     incomplete = "" if info.status == COMPLETE else f"; {info.status.upper()}"
-    measured = f"   {info.provenance.started}, {wording.commit(info.provenance)}{incomplete}"
-    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(info)}"])
+    measured = f"{info.provenance.started}, {wording.commit(info.provenance)}{incomplete}"
+    return f"{name}  {path}\n   {measured}\n   {wording.device(info)}"
 
 
 def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
@@ -63,8 +63,8 @@ def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     if metric not in others.metrics or info.metrics[metric].unit != others.metrics[metric].unit:
         return []
     rows: dict[str, list[tuple[str, ...]]] = {}
-    for variant, point in (cell for cell in info.cells if cell in others.cells):
-        if cells := _cells(a, b, variant, point, metric):
+    for variant, point in info.cells:
+        if (variant, point) in others.cells and (cells := _cells(a, b, variant, point, metric)):
             rows.setdefault(point, []).append((info.variants[variant], *cells))
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
     joined = [(f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines]
@@ -101,22 +101,16 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
 
 def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
     lines = []
-    for what in ("variants", "points", "metrics"):
-        for name, ours, theirs in (("A", a, b), ("B", b, a)):
-            only = [key or "(one point)" for key in getattr(ours, what) if key not in getattr(theirs, what)]
-            lines += [f"Only in {name}, {what}: {', '.join(only)}"] if only else []
+    for what, (name, ours, theirs) in product(("variants", "points", "metrics"), (("A", a, b), ("B", b, a))):
+        only = [key or "(one point)" for key in getattr(ours, what) if key not in getattr(theirs, what)]
+        lines += [f"Only in {name}, {what}: {', '.join(only)}"] if only else []
     return ["\n".join(lines)] if lines else []
 
 
 def _differences(*infos: RunInfo) -> list[str]:
     origins = [{"device": info.provenance.device, "versions": info.provenance.versions} for info in infos]
-    first, second = (points.flat(info.config | origin) for info, origin in zip(infos, origins, strict=True))
-    keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
-    told = ((key, first.get(key, wording.NOTHING), second.get(key, wording.NOTHING)) for key in keys)
-    lines = [f"  {key}: {_shown(before)} -> {_shown(after)}" for key, before, after in told if before != after]
-    return lines or ["  nothing"]
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    both = [points.flat(info.config | origin) for info, origin in zip(infos, origins, strict=True)]
+    keys = [key for key in dict.fromkeys(key for each in both for key in each) if not key.startswith("paths.")]
+    told = {key: [str(each.get(key, wording.NOTHING)) for each in both] for key in keys}
+    short = {key: [text if len(text) <= 40 else f"{text[:37]}..." for text in texts] for key, texts in told.items()}
+    return [f"  {key}: {' -> '.join(short[key])}" for key, (a, b) in told.items() if a != b] or ["  nothing"]

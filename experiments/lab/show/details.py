@@ -37,17 +37,18 @@ def details(result: Result) -> list[str]:
     profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
     judged = [(line.claim, f"**{line.verdict}**{line.why and f': {line.why}'}", line.measured, line.source)
               for line in wording.verdicts(result)]  # fmt: skip
-    return [
-        fold("Remarks", result.remarks),
-        fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
-        fold("Figures", "\n\n".join([*(picture.line for picture in gallery.of(result).others), *_steps(result)])),
-        fold("Tables", "\n\n".join(grid.markdown() for grid in tables)),
-        fold("Claims and gates", wording.table(("claim", "verdict", "measured", "source"), judged) if judged else ""),
-        fold(f"INVALID: {len(result.faults):,} values were kept but not counted", _invalid(result)),
-        fold("Where a decode step's time goes", profiles and "\n\n".join([stacks.describe(result), *profiles])),
-        fold("What was generated", _samples(info)),
-        fold("How it was measured, and how to run it again", _made(result)),
-    ]
+    folds = {
+        "Remarks": result.remarks,
+        "Notes": "\n".join(f"- {note}" for note in info.notes),
+        "Figures": "\n\n".join([*(picture.line for picture in gallery.of(result).others), *_steps(result)]),
+        "Tables": "\n\n".join(grid.markdown() for grid in tables),
+        "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
+        f"INVALID: {len(result.faults):,} values were kept but not counted": _invalid(result),
+        "Where a decode step's time goes": profiles and "\n\n".join([stacks.describe(result), *profiles]),
+        "What was generated": _samples(info),
+        "How it was measured, and how to run it again": _made(result),
+    }
+    return [fold(title, text) for title, text in folds.items()]
 
 
 def fold(title: str, text: object) -> str:
@@ -57,21 +58,20 @@ def fold(title: str, text: object) -> str:
 
 def _made(result: Result) -> str:
     info, repeats, many = result.info, result.repeats, len(result.info.processes) > 1
-    counted = f"{repeats} repeats" if repeats != 1 else "one repeat"
+    counted = f"{repeats} repeats" if repeats != 1 else "one repeat" if many else "one repeat, which has no interval"
     counted += f" in each of {len(info.processes)} processes" if many else ""
-    counted += ", which has no interval" if repeats == 1 and not many else ""
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
     compared = info.baseline is not None
-    told = {
-        f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}": compared,
-        PREDICTED: compared and predictions_of(info),
-        TOKENS: compared and (info.gates or not info.error_gates),
-        ERRORS: info.error_gates,
-    }
+    told = [
+        compared and f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\n{RATIO}",
+        compared and predictions_of(info) and PREDICTED,
+        compared and (info.gates or not info.error_gates) and TOKENS,
+        info.error_gates and ERRORS,
+    ]
     parts = [
         info.method,
-        " ".join(text for text, applies in told.items() if applies),
+        " ".join(str(text) for text in told if text),
         STATISTICS,
         f"On {wording.device(info)}; {counted}.{ceilings}",
         f"Workload: {wording.settings(info.workload)}." if info.workload else "",
@@ -124,20 +124,17 @@ def _samples(info: RunInfo) -> str:
 
 
 def _fenced(text: str) -> str:
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = max(("```", *(f"{ticks}`" for ticks in re.findall("`+", text))), key=len)
     return f"{fence}python\n{text.strip(chr(10))}\n{fence}"
 
 
 def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     if result.runs:
-        paths = [(run.run, f"../results/{run_path(run).as_posix()}.csv") for run in result.runs]
-        return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
+        return f"Data: {', '.join(f'[{run.run}](../results/{run_path(run).as_posix()}.csv)' for run in result.runs)}."
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     data = f"../results/{run_path(info).as_posix()}"
-    files = {"csv": ".csv", "json": ".json"}
-    files |= {"steps": ".steps.csv"} if result.steps else {}
+    files = {"csv": ".csv", "json": ".json", **({"steps": ".steps.csv"} if result.steps else {})}
     files |= {"kernels": ".profile.csv"} if result.kernels else {}
     lines = [
         f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",

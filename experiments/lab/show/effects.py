@@ -3,6 +3,7 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -79,20 +80,17 @@ def of_claims(result: Result) -> list[Effect]:
             claims.setdefault(key, []).append(j)
     found = []
     for key, own in claims.items():
-        effect = between(result, *key, own[0].reason)
-        for j in own:
-            effect = _with_bound(effect, j.claim)
-        effect = replace(effect, verdict=_verdict(own))
+        effect = functools.reduce(_with_bound, [j.claim for j in own], between(result, *key, own[0].reason))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
         unknown = [wording.bound(j.claim, result.info) for j in own if j.verdict is Verdict.inconclusive and j.estimate]
-        effect = replace(effect, open=", ".join(unknown))
+        effect = replace(effect, verdict=_verdict(own), open=", ".join(unknown))
         found.append(replace(effect, target=None, aim=None) if both else effect)
     return found
 
 
 def shown(result: Result, most: int) -> list[Effect]:
-    """Those that can be drawn: of the claims, then of the first one's metric for other variants and points. Metric by
-    metric, variant by variant, point by point. Predictions are no gains: nothing where all claims are on these."""
+    """What can be drawn, by metric, variant and point: the claims', then the first one's metric at other cells.
+    Predictions are no gains: nothing where all claims are on these."""
     info, every = result.info, of_claims(result)
     claimed = [effect for effect in every if not is_prediction(effect, info)]
     if every and not claimed:

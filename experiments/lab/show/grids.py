@@ -10,7 +10,6 @@ from functools import partial
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.judge.prediction import Miss
 from experiments.lab.show import effects, wording
 from experiments.lab.spec import BOUND, ESTIMATE, PREDICTED, STEPS
 from experiments.lab.store.result import Result, RunInfo
@@ -36,26 +35,24 @@ class Grid:
     @property
     def width(self) -> int:
         """Of a line of its markdown."""
-        return sum(self._widths) + 3 * len(self.header) + 1
-
-    @property
-    def _widths(self) -> list[int]:
-        return [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        return len(self.markdown().rpartition("\n")[2])
 
     def _lines(self, between: str) -> list[str]:
-        """Columns stand below each other, so that the file itself can be read too."""
-        return [between.join(map(str.ljust, row, self._widths)) for row in (self.header, *self.rows)]
+        """Columns stand below each other, so that the file itself can be read too; below the header is a rule."""
+        rows = [[wording.cell(text) for text in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        return [between.join(map(str.ljust, row, widths)) for row in rows]
 
     def markdown(self) -> str:
-        header, *rows = (tuple(map(wording.cell, row)) for row in (self.header, *self.rows))
-        safe = Grid("", header, tuple(rows))
-        first, *others = (f"| {line} |" for line in safe._lines(" | "))
-        rule = f"|{'|'.join('-' * (width + 2) for width in safe._widths)}|"
-        return "\n".join([*([f"### {self.title}", ""] if self.title else []), first, rule, *others])
+        header, rule, *lines = self._lines(" | ")
+        ruled = f"|-{rule.replace(' | ', '-|-')}-|"
+        title = [f"### {self.title}", ""] if self.title else []
+        return "\n".join([*title, f"| {header} |", ruled, *(f"| {line} |" for line in lines)])
 
     def text(self) -> str:
-        lines = (f"  {line.rstrip()}" for line in self._lines("  "))
-        return "\n".join([*([self.title] if self.title else []), *lines])
+        header, _, *lines = self._lines("  ")
+        return "\n".join([*filter(None, [self.title]), *(f"  {line.rstrip()}" for line in (header, *lines))])
 
 
 def metric_title(metric: Metric) -> str:
@@ -128,7 +125,8 @@ class Sheet:
             return [_grid(title, columns, self._cells(self._points(places[0]), places))]
         if len(info.variants) == 2 and len(points) > 1 and info.baseline is not None and not info.error_gates:
             columns = {"point": _point}
-            columns |= {label: partial(self._of_variant, v) for v, label in info.variants.items()}
+            of_variant = lambda own, _, point, metric: self.value(own, point, metric)  # noqa: E731
+            columns |= {label: partial(of_variant, v) for v, label in info.variants.items()}
             columns |= {"ratio": self.ratio, "same tokens": self.same_tokens}
             (other,) = (variant for variant in info.variants if variant != info.baseline)
             wide = _grid(metric_title(info.metrics[name]), columns, [(other, point, name) for point in points])
@@ -166,9 +164,6 @@ class Sheet:
         named: Columns = {"point": _point} if point else {}
         return named | ({"variant": lambda v, p, m: self.info.variants[v]} if variant else {})
 
-    def _of_variant(self, variant: str, _: str, point: str, metric: str) -> str:
-        return self.value(variant, point, metric)
-
     def value(self, variant: str, point: str, metric: str) -> str:
         """Median and interval; and how many repeats, where some are missing."""
         found = self.result.estimate(variant, point, metric)
@@ -188,10 +183,9 @@ class Sheet:
 
     def error(self, variant: str, point: str, _: str = "") -> str:
         """Against the reference in fp32."""
-        gate = next((gate for gate in self.info.error_gates if gate.covers(variant, point)), None)
-        if gate is None:
-            return wording.NOTHING
-        return wording.number(gate.error) if gate.passed else f"FAILED: {wording.number(gate.error)}"
+        gates = (gate for gate in self.info.error_gates if gate.covers(variant, point))
+        told = (f"{'' if gate.passed else 'FAILED: '}{wording.number(gate.error)}" for gate in gates)
+        return next(told, wording.NOTHING)
 
     def same_tokens(self, variant: str, point: str, _: str = "") -> str:
         """The gate's figure in a few letters."""
@@ -215,8 +209,7 @@ class Sheet:
         return wording.number(stats.median([*values.values()])) if values else wording.NOTHING
 
 
-def _point(variant: str, point: str, metric: str) -> str:
-    return point
+_point: Column = lambda variant, point, metric: point  # noqa: E731
 
 
 def _grid(title: str, columns: Columns, cells: Sequence[Cell]) -> Grid:
@@ -242,7 +235,7 @@ def errors_of_predictions(result: Result) -> list[Grid]:
     for point in info.points:
         every = [[found.get((point, name, variant)) for variant in predictions] for name in metrics]
         told = [" / ".join(miss.by if miss else wording.NOTHING for miss in of_metric) for of_metric in every]
-        worst = max((miss for of_metric in every for miss in of_metric if miss), key=_size, default=None)
+        worst = max((miss for of_metric in every for miss in of_metric if miss), key=abs, default=None)
         whose = f", {info.variants[predictions[worst.variant]]}" if worst and many else ""
         rows.append((point, *told, f"{REPORTED[worst.metric]}{whose}: {worst.by}" if worst else wording.NOTHING))
     order = f": {' / '.join(info.variants[name] for name in predictions.values())}" if many else ""
@@ -272,18 +265,14 @@ def misses_in_words(result: Result) -> str:
     for name, short in REPORTED.items():
         own = [miss for miss in found if miss.metric == name]
         if own:
-            worst, median = max(own, key=_size), stats.median([_size(miss) for miss in own])
+            worst, median = max(own, key=abs), stats.median(map(abs, own))
             at = ", ".join(filter(None, (result.info.variants[predictions[worst.variant]], worst.point)))
             told.append(f"{short} {median:.1%} (worst {worst.by}: {at})")
     return f"Predictions are off by, in the median: {'; '.join(told)}." if told else ""
 
 
-def _asked_for(result: Result) -> list[Miss]:
+def _asked_for(result: Result) -> list[prediction.Miss]:
     """The errors of predictions, where claims are on these themselves."""
     predictions = predictions_of(result.info)
     asked = any(claim.variant in predictions for claim in result.info.claims)
     return list(prediction.misses(result.rows, predictions)) if asked else []
-
-
-def _size(miss: Miss) -> float:
-    return abs(miss.share)

@@ -1,6 +1,5 @@
-"""The page of an experiment as markdown: one screen that answers (the answer, whether to believe it, how much and how,
-and what it is to be measured by), and everything else folded below it; the index, every mechanism by the settings
-it was measured in; and the README's table."""
+"""The page of an experiment as markdown, one screen that answers with everything else folded below it; the index, every
+mechanism by the settings it was measured in; and the README's table."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
-from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.figures import gallery
 from experiments.lab.show.grids import INVALID
 from experiments.lab.store.result import Result, RunInfo, page_name
@@ -227,7 +225,7 @@ def column(info: RunInfo) -> str:
 
 
 def _is_served(info: RunInfo) -> bool:
-    return info.via != IN_PROCESS or "served" in variant_kinds(info).values()
+    return info.via != IN_PROCESS or "served" in effects.variant_kinds(info).values()
 
 
 def _readme_table(results: Sequence[Result]) -> str:

@@ -23,10 +23,8 @@ def write(result: Result, path: Path) -> int:
     """Writes the trace and returns how many events it has. Raises StoreError where the run stored no steps."""
     info = result.info
     if not result.steps:
-        raise StoreError(
-            f"the run {info.experiment}/{info.hardware}/{info.run} stored no steps: name the point to keep in "
-            "experiment.timeline of its YAML ({} for the only point), and run it again"
-        )
+        way = "name the point to keep in experiment.timeline of its YAML ({} for the only point), and run it again"
+        raise StoreError(f"the run {info.experiment}/{info.hardware}/{info.run} stored no steps: {way}")
     told = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run}
     told |= {"commit": info.provenance.commit or "none", "started": info.provenance.started}
     document = {"traceEvents": (found := events(result)), "displayTimeUnit": "ms", "otherData": told}

@@ -41,8 +41,8 @@ class Steps:
         self._bar.stop()
         if kind is None:
             count = f"{self._done} of {self._total}" if self._done < self._total else f"{self._total}"
-            seconds = time.monotonic() - self._started
-            print(f"{self._title}: {count} measurements in {seconds:.0f} s", file=sys.stderr)
+            took = f"{time.monotonic() - self._started:.0f} s"
+            print(f"{self._title}: {count} measurements in {took}", file=sys.stderr)
 
     def begin_process(self, index: int, count: int) -> None:
         """What is planned from here on is planned in each of the processes that are left."""
@@ -75,9 +75,9 @@ class Steps:
     def tell(self, done: int, total: int) -> None:
         if done:
             seconds = time.monotonic() - self._begun
-            whole = seconds * total / done * self._total / 60
-            self.pace = f"{done} of {total} requests were answered after {seconds:.0f} s: at that pace the run's "
-            self.pace += f"{self._total} passes take about {whole:.0f} min"
+            whole = f"{self._total} passes take about {seconds * total / done * self._total / 60:.0f} min"
+            answered = f"{done} of {total} requests were answered after {seconds:.0f} s"
+            self.pace = f"{answered}: at that pace the run's {whole}"
         self._say(f"{self._text}: {done} of {total} requests", "    ")
 
     def note(self, what: str) -> None:

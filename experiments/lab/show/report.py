@@ -10,13 +10,11 @@ from pathlib import Path
 from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
-from experiments.lab.show.figures.gallery import FIGURES
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
 from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import MARK, index_page, readme_with, report_page
 from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, StoreError, page_name
 from experiments.lab.store.runs import Since, commits_since
 
 INDEX = "README.md"
@@ -30,18 +28,18 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     results are gone, and writes all pages as one HTML file.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
-    damaged: dict[Path, StoreError] = {}
+    damaged: dict[Path, store.StoreError] = {}
     found = store.read_all(results, damaged)
     if not found and not damaged:
-        raise StoreError(f"{results} holds no results yet: run an experiment first")
+        raise store.StoreError(f"{results} holds no results yet: run an experiment first")
     # An incomplete run beside a complete one is not shown: the page is of the other.
     beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
     found = [in_todays_words(r) for r in found if store.run_path(r.info) not in beside]
-    page_of = lambda result: page_name(result.info)  # noqa: E731
+    page_of = lambda result: store.page_name(result.info)  # noqa: E731
     found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
-    (reports / FIGURES).mkdir(parents=True, exist_ok=True)
+    (reports / gallery.FIGURES).mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     drawn: dict[str, str] = {}  # figures as <svg>, by their names
     stale: set[str | None] = set()  # pages whose other figures, made earlier, go
@@ -51,7 +49,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         own = list(group)
         for picture in (picture for r in own for picture in gallery.of(r).every):
             figure = picture.draw()
-            store.write_atomic({reports / FIGURES / picture.file: frame.png(figure, page)})
+            store.write_atomic({reports / gallery.FIGURES / picture.file: frame.png(figure, page)})
             drawn[picture.file] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
         missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
         stale |= set() if missing else {page}
@@ -69,10 +67,10 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         gone = [path for path in reports.glob("*.md") if path != index and path.stem not in pages]
         for path in (path for path in gone if path.read_bytes().startswith(MARK.encode())):
             path.unlink()
-        stale |= {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")} - {None, *pages}
+        stale |= {frame.made_for(path) for path in (reports / gallery.FIGURES).glob("*.png")} - {None, *pages}
         texts = {path.stem: path.read_text(encoding="utf-8") for path in (index, *written)}
         store.write_atomic({reports / HTML: document(texts, drawn)})
-    for path in (reports / FIGURES).glob("*.png"):
+    for path in (reports / gallery.FIGURES).glob("*.png"):
         if path.name not in drawn and frame.made_for(path) in stale:
             path.unlink()
     readme = reports.parent / INDEX
@@ -80,17 +78,17 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         store.write_atomic({readme: made})
     errors = [str(error) for path, error in damaged.items() if only is None or only in pages_of[path]]
     if errors:
-        raise StoreError("\n".join(["reports were made without these results:", *errors]))
+        raise store.StoreError("\n".join(["reports were made without these results:", *errors]))
     return [*written, index]
 
 
-def figure_paths(reports: Path, result: Result) -> list[Path]:
+def figure_paths(reports: Path, result: store.Result) -> list[Path]:
     """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
-    paths = (reports / FIGURES / picture.file for picture in gallery.of(result).every)
+    paths = (reports / gallery.FIGURES / picture.file for picture in gallery.of(result).every)
     return [path for path in paths if path.is_file()]
 
 
-def summary(result: Result) -> str:
+def summary(result: store.Result) -> str:
     """The answer, the verdicts and the tables they rest on, for the terminal."""
     info = result.info
     lines = [*(_wrapped(flag, "  ! ") for flag in flags(result)), _wrapped(answer(result), "  "), ""]

@@ -107,8 +107,7 @@ class Beside:
 
 
 def with_beside(results: Sequence[Result]) -> list[Result]:
-    """Each result with what its experiment wants beside it, at its first point. Panels of what is not there are not
-    drawn."""
+    """Each result with what its experiment wants beside it, at its first point; panels of what is not there go."""
     found = []
     for result in results:
         for asked in result.info.config.get("experiment", {}).get("beside") or ():

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from experiments.lab.judge import validity
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
-from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure import cells, traces
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.store.rows import Row
 
 Key = tuple[str, str]  # variant, point
@@ -27,10 +25,10 @@ class Round:
     rows: list[Row] = field(default_factory=list)
     gates: dict[Key, Gate] = field(default_factory=dict)  # of tokens, against the baseline's
     tokens: dict[Key, Tokens] = field(default_factory=dict)
-    steps: list[StepRow] = field(default_factory=list)
-    requests: list[RequestRow] = field(default_factory=list)
-    gaps: list[GapRow] = field(default_factory=list)
-    experts: list[ExpertRow] = field(default_factory=list)
+    steps: list[traces.StepRow] = field(default_factory=list)
+    requests: list[traces.RequestRow] = field(default_factory=list)
+    gaps: list[traces.GapRow] = field(default_factory=list)
+    experts: list[traces.ExpertRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,8 +68,7 @@ class Ledger:
                 self._judge(found, repeat, cell, measured)
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
                 found.steps.extend(traces.step_rows(*cell.key, attempts[-1].served))
-            told = _told(attempts[-1])
-            if told is None:
+            if (told := _told(attempts[-1])) is None:
                 label = self._terms.labels[cell.variant]
                 found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
                 continue
@@ -88,15 +85,12 @@ class Ledger:
         notes = [note for found in self.rounds for note in found.notes]
         if many := [drift for drift in self._host_drifts if drift > MAX_DRIFT]:
             drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
-            notes.append(
-                f"The host's speed changed by {drifts} % during {len(many)} of {len(self._host_drifts)} passes; beside "
-                f"a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on."
-            )
+            counts = f"beside a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on"
+            passes = f"{len(many)} of {len(self._host_drifts)} passes"
+            notes.append(f"The host's speed changed by {drifts} % during {passes}; {counts}.")
         if late := [share for share in self._late_readings if share]:
-            notes.append(
-                f"In {len(late)} of {len(self._late_readings)} passes steps look too short, since an end before them "
-                f"was read late: up to {100 * max(late):.2g} % of a pass's."
-            )
+            why = f"since an end before them was read late: up to {100 * max(late):.2g} % of a pass's"
+            notes.append(f"In {len(late)} of {len(self._late_readings)} passes steps look too short, {why}.")
         return list(dict.fromkeys(notes))
 
     def tokens(self, key: Key) -> Tokens | None:
@@ -115,7 +109,7 @@ class Ledger:
         floors = against.floors(served.records) if against.floors else ()  # once, for all metrics
         if against.floors:
             against = replace(against, floors=lambda _: floors)
-        evidence = Evidence(
+        evidence = validity.Evidence(
             served,
             terms.vocab_size,
             measured.drift,

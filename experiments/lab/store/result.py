@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from experiments.lab.axes import IN_PROCESS, OWN
 from experiments.lab.judge import formulas, knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import OtherFormat, Row, Table, Turn, converter, from_csv, rounded, to_csv
+from experiments.lab.store.rows import OtherFormat, Row, Table, Turn, from_csv, from_plain, rounded, to_csv
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -166,12 +166,12 @@ class Result:
     def steps_of(self, variant: str, point: str) -> list[StepRow]:
         return [step for step in self.steps if (step.variant, step.point) == (variant, point)]
 
-    def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
+    def estimate(self, variant: str, point: str, metric: str) -> stats.Estimate | None:
         """None where there is no valid value."""
         values, about = self.values(variant, point, metric), self.info.metrics.get(metric)
         return stats.absolute(values, about is not None and about.share) if values else None
 
-    def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> Estimate | None:
+    def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> stats.Estimate | None:
         """Of two (variant, point), as stats.ratio."""
         return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 
@@ -299,7 +299,7 @@ def read(path: Path) -> Result:
             rows[name] = from_csv(kind, text)
         written = path.with_suffix(REMARKS)
         remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
-        info = converter(RunInfo)(document)
+        info = from_plain(RunInfo, document)
         # Which metrics are shares is known now, whatever a result has said that is older than that.
         metrics = {name: replace(m, share=m.share or formulas.is_share(name)) for name, m in info.metrics.items()}
         return Result(replace(info, metrics=metrics), remarks=remarks, **rows)
@@ -308,7 +308,7 @@ def read(path: Path) -> Result:
     except OtherFormat as error:
         raise StoreError(f"{path} was written in an older format, or a newer one ({error}): read it with the version "
                          "of its commit, or run the experiment again") from error  # fmt: skip
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
         raise StoreError(f"{path} is cut short, or is not a result file ({error!r}): {AGAIN}") from error
 
 
@@ -334,15 +334,10 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
 
 
 def plain(value: Any) -> Any:
-    """As JSON and YAML have it; numbers are rounded."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
-    return value
+    """As JSON and YAML have it; numbers are rounded, and those that JSON does not have are text."""
+
+    def known(part: Any) -> Any:
+        return part.value if isinstance(part, Enum) else {f.name: getattr(part, f.name) for f in fields(part)}
+
+    text = json.dumps(value, default=known)
+    return json.loads(text, parse_float=lambda x: rounded(float(x)), parse_constant=lambda x: str(float(x)))

@@ -1,15 +1,15 @@
-"""One measured number, and the table of them; rows of any dataclass as CSV text, and values as their types again."""
+"""One measured number, and the table of them; rows of any dataclass as CSV text, and dataclasses of plain values."""
 
 from __future__ import annotations
 
 import csv
-import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from enum import Enum
 from statistics import median
 from typing import Any, TypeVar, cast, get_args, get_origin
+
+import msgspec
 
 from mini_infer.core.config_checks import field_types
 
@@ -66,7 +66,6 @@ class Table:
 R = TypeVar("R")
 DIGITS = 6  # significant; a clock's noise starts long before
 JOIN = ";"  # between the names of a tuple
-_OF_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
 
 
 class OtherFormat(ValueError):
@@ -95,39 +94,40 @@ def _cell(value: Any) -> Any:
 
 def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
     """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
-    the columns, or a cell, are not those of `cls`."""
+    the columns, or msgspec.ValidationError where a cell, are not those of `cls`."""
     hints = field_types(cls)
     needed = {f.name for f in fields(cast(Any, cls)) if f.default is MISSING}
     columns, *rows = list(csv.reader(io.StringIO(text))) or [[]]
     if columns != [name for name in hints if name in columns] or not needed <= set(columns):
         raise ValueError(f"the columns must be {','.join(hints)}")
-    parse = [converter(hints[name]) for name in columns]
-    cells = ([of(cell) for of, cell in zip(parse, row, strict=True)] for row in rows)
-    return tuple(cls(**dict(zip(columns, row, strict=True))) for row in cells)
+    joined = {name for name in columns if get_origin(hints[name]) is tuple}
+    optional = {name for name in columns if type(None) in get_args(hints[name])}  # numbers, whose cell may be empty
+
+    def value(name: str, cell: str) -> Any:
+        if name in joined:
+            return cell.split(JOIN) if cell else ()
+        return cell if cell or name not in optional else None
+
+    found = [{name: value(name, cell) for name, cell in zip(columns, row, strict=True)} for row in rows]
+    return msgspec.convert(found, tuple[cls, ...], strict=False)  # type: ignore[valid-type]
 
 
-@functools.cache
-def converter(hint: Any) -> Callable[[Any], Any]:
-    """Makes what JSON, YAML or a cell of a CSV holds a value of the type `hint`: dataclasses, enums, tuples and dicts,
-    optionals. It raises ValueError, KeyError or TypeError where it cannot."""
-    if is_dataclass(hint):
-        return functools.partial(_made, cast(type, hint))
-    if hint in _OF_TEXT:
-        return lambda value: _OF_TEXT[hint](value) if isinstance(value, str) else value
-    parts = [each for each in get_args(hint) if each not in (type(None), ...)]
-    of = converter(parts[-1]) if parts else None
-    if of and type(None) in get_args(hint):
-        absent = (None, "") if parts[0] in _OF_TEXT else (None,)  # an empty cell of numbers
-        return lambda value: None if value in absent else of(value)
-    if of and get_origin(hint) is tuple:
-        return lambda value: tuple(map(of, value.split(JOIN) if value and isinstance(value, str) else value))
-    if of and get_origin(hint) is dict:
-        return lambda value: {key: of(item) for key, item in value.items()}
-    return hint if isinstance(hint, type) and issubclass(hint, Enum) else lambda value: value
+def from_plain(cls: type[R], document: Any) -> R:
+    """A dataclass of what JSON or YAML holds. Raises ValueError where a value is of another type, or of no field, which
+    msgspec passes over."""
+    try:
+        made = msgspec.convert(document, cls, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    _require_fields(made, document)
+    return made
 
 
-def _made(cls: type, values: Mapping[str, Any]) -> Any:
-    hints = field_types(cls)
-    if unknown := sorted(set(values) - set(hints)):
-        raise OtherFormat(f"unknown fields {unknown}")
-    return cls(**{name: converter(hints[name])(value) for name, value in values.items()})
+def _require_fields(made: Any, document: Any) -> None:
+    if is_dataclass(made):
+        if unknown := sorted(document.keys() - {f.name for f in fields(made)}):
+            raise OtherFormat(f"unknown fields {unknown}")
+        made = {key: getattr(made, key) for key in document}
+    values = (made.values(), document.values()) if isinstance(made, dict) else (made, document)
+    for pair in zip(*values, strict=True) if isinstance(made, (dict, tuple)) else ():
+        _require_fields(*pair)

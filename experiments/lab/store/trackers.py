@@ -25,8 +25,7 @@ Medians = Mapping[tuple[str, str, str], Values]  # by variant, point and metric
 
 
 def track(result: Result, figures: Sequence[Path], settings: TrackerSettings, root: Path) -> None:
-    """Hands a finished, stored and reported run, with `figures` of PNG, to the tracker of `settings`, whose folder may
-    start at `root`. Never raises an Exception."""
+    """Hands a stored run with its PNGs to the tracker, whose folder may start at `root`. Never raises an Exception."""
     if settings.kind is TrackerKind.none:
         return
     try:
@@ -45,11 +44,10 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
     except ImportError as error:
         raise RuntimeError(f"the package wandb cannot be imported ({error}): pip install wandb") from error
     folder.mkdir(parents=True, exist_ok=True)  # else wandb falls back to the system's temporary folder
-    info, page, swept = result.info, page_name(result.info), sweep.name()
+    info, page, swept, written = result.info, page_name(result.info), sweep.name(), list[str]()
     run_name = "" if info.run == "default" else f", {info.run}"
-    about = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run, "config": info.config}
+    about = {key: getattr(info, key) for key in ("experiment", "hardware", "run", "config")}
     about |= {key: getattr(info.provenance, key) for key in ("commit", "device", "versions")}
-    written = []
 
     def started(name: str, **more: str) -> Any:
         run = wandb.init(
@@ -73,8 +71,8 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
             run.summary.update(own)
             curves = _over_points(result, variant, medians)
             for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
-                steps = map(asdict, result.steps_of(variant, point))
-                rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
+                steps = [asdict(step).items() for step in result.steps_of(variant, point)]
+                rows = [{column: value for column, value in step if column not in NOT_SERIES} for step in steps]
                 curves.append((f"steps {point}".strip(), "start_s", rows))
             for name, x, rows in curves:
                 run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
@@ -103,9 +101,9 @@ def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
         if done.returncode == 0:
             return ", sent to W&B"
-        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("Error:")]
-        reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
+        lines = f"wandb sync failed\n{done.stdout}\n{done.stderr}".strip().splitlines()
+        errors = [line for line in map(str.strip, lines) if line.startswith("Error:")]
+        reason = (errors or lines)[-1].removeprefix("Error:").strip().rstrip(".")
     except subprocess.TimeoutExpired:
         reason = f"no answer within {limit:g} s"
     except OSError as error:

@@ -79,21 +79,19 @@ class Vocabulary:
         return load_spec(self._model)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         from mini_infer.runtime.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self._model)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
 
 
 @dataclass(frozen=True)
 class Workload(Checked, section="workload"):
     kind: ClassVar[str]  # its name in YAML
+
+    def __init_subclass__(cls, kind: str = "", **more: str) -> None:
+        super().__init_subclass__(**more)
+        cls.kind = kind
 
     @property
     def num_requests(self) -> int:
@@ -148,11 +146,9 @@ class Workload(Checked, section="workload"):
         limit, told = vocabulary.max_model_len, [f"workload.{name}={getattr(self, name)}" for name in lower]
         if prompt + output > limit:
             way_out = way_out or f"lower {', '.join(told[:-1])} or {told[-1]}"
-            raise ConfigError(
-                f"the longest request of workload={self.kind} has {prompt} prompt and {output} output tokens, "
-                f"{prompt + output} together; the model takes {limit}: {way_out}, or raise engine.model.max_model_len "
-                "as far as the model allows"
-            )
+            has = f"{prompt} prompt and {output} output tokens, {prompt + output} together; the model takes {limit}"
+            way_out += ", or raise engine.model.max_model_len as far as the model allows"
+            raise ConfigError(f"the longest request of workload={self.kind} has {has}: {way_out}")
 
 
 class Arrivals(str, Enum):
@@ -183,10 +179,8 @@ class Arriving(Workload):
 
     def __post_init__(self) -> None:
         if self.arrivals is Arrivals.trace and not self.recorded_arrivals:
-            known = ", ".join(a.value for a in Arrivals if a is not Arrivals.trace)
-            raise ConfigError(
-                f"workload.arrivals=trace needs workload=trace; workload={self.kind} has no recorded times: use {known}"
-            )
+            way = f"has no recorded times: use {', '.join(a.value for a in Arrivals if a is not Arrivals.trace)}"
+            raise ConfigError(f"workload.arrivals=trace needs workload=trace; workload={self.kind} {way}")
         random = self.arrivals in (Arrivals.poisson, Arrivals.gamma)
         self._only_with("concurrency", self.arrivals is Arrivals.closed, "arrivals=closed", needed=False)
         self._only_with("rate_per_s", random, "arrivals=poisson or gamma", needed=True)
@@ -194,13 +188,11 @@ class Arriving(Workload):
         super().__post_init__()
 
     def _only_with(self, name: str, applies: bool, condition: str, *, needed: bool) -> None:
-        given = getattr(self, name) is not None
-        if given and not applies:
-            raise ConfigError(
-                f"workload.{name}={getattr(self, name)} needs workload.{condition}; it is {self.arrivals.value}"
-            )
-        if needed and applies and not given:
-            raise ConfigError(f"workload.arrivals={self.arrivals.value} needs workload.{name}")
+        given, arrivals = getattr(self, name), self.arrivals.value
+        if given is not None and not applies:
+            raise ConfigError(f"workload.{name}={given} needs workload.{condition}; it is {arrivals}")
+        if needed and applies and given is None:
+            raise ConfigError(f"workload.arrivals={arrivals} needs workload.{name}")
 
     @property
     def num_arrivals(self) -> int:
@@ -224,7 +216,16 @@ class Arriving(Workload):
 
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         inputs = self._make(vocabulary, seed)
-        return replace(inputs, measured=self._scheduled(inputs.measured, seed))
+        if self.arrivals in (Arrivals.closed, Arrivals.trace):
+            return inputs
+        first = [index for index, item in enumerate(inputs.measured) if item.follows is None]
+        times = [0.0] * len(first)
+        if self.rate_per_s is not None:
+            cv = 1.0 if self.cv is None else self.cv
+            times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
+        due: dict[int, float | None] = dict(zip(first, times, strict=True))
+        scheduled = (replace(item, arrival_s=due.get(index)) for index, item in enumerate(inputs.measured))
+        return replace(inputs, measured=tuple(scheduled))
 
     def describe(self, inputs: Inputs) -> dict[str, Any]:
         settings = {"arrivals": self.arrivals.value, "rate_per_s": self.rate_per_s, "cv": self.cv}
@@ -233,17 +234,6 @@ class Arriving(Workload):
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         """The requests, without arrival times unless those are recorded."""
         raise NotImplementedError
-
-    def _scheduled(self, items: Sequence[Item], seed: int) -> tuple[Item, ...]:
-        if self.arrivals in (Arrivals.closed, Arrivals.trace):
-            return tuple(items)
-        first = [index for index, item in enumerate(items) if item.follows is None]
-        times = [0.0] * len(first)
-        if self.rate_per_s is not None:
-            cv = 1.0 if self.cv is None else self.cv
-            times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
-        due: dict[int, float | None] = dict(zip(first, times, strict=True))
-        return tuple(replace(item, arrival_s=due.get(index)) for index, item in enumerate(items))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Random prompts, of which no two begin alike: all of one length, lengths spread evenly over a range, a shared start in
-a stated part of them, long ones that arrive among running decodes, and conversations, whose turns repeat all that was
-said before."""
+"""Random prompts, of which no two begin alike: all of one length, lengths spread over a range, a shared start in a part
+of them, long ones that arrive among running decodes, and conversations, whose turns repeat what was said before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,10 +33,9 @@ class RandomTokens:
             tokens = self.any(length)
             if self.claim(tokens):
                 return tokens
-        raise ConfigError(
-            f"sequences of {length} tokens from {self._size} token ids cannot all begin differently "
-            f"({len(self._starts)} beginnings are taken): make the workload's prompts longer, or fewer"
-        )
+        taken = f"({len(self._starts)} beginnings are taken): make the workload's prompts longer, or fewer"
+        alike = f"sequences of {length} tokens from {self._size} token ids cannot all begin differently"
+        raise ConfigError(f"{alike} {taken}")
 
     def claim(self, tokens: tuple[int, ...]) -> bool:
         """Whether nothing began like this yet; from now on, something does."""
@@ -49,10 +46,8 @@ class RandomTokens:
 
 
 @dataclass(frozen=True)
-class Fixed(Counted):
+class Fixed(Counted, kind="fixed"):
     """All prompts and all outputs of one length."""
-
-    kind: ClassVar[str] = "fixed"
 
     prompt_tokens: Count = 128
     output_tokens: Count = 128
@@ -65,10 +60,8 @@ class Fixed(Counted):
 
 
 @dataclass(frozen=True)
-class Uniform(Counted):
+class Uniform(Counted, kind="uniform"):
     """Lengths drawn evenly from a range, ends included. The defaults are the benchmark of nano-vllm."""
-
-    kind: ClassVar[str] = "uniform"
 
     count: Count = 256
     min_prompt_tokens: Count = 100
@@ -91,7 +84,11 @@ class Uniform(Counted):
         middle = (self.min_output_tokens + self.max_output_tokens) / 2
         reach = (self.max_output_tokens - self.min_output_tokens) / 2 * self.output_spread
         outputs = self._lengths(seed, "output", total, round(middle - reach), round(middle + reach))
-        classes = self._classes(seed)
+        classes = [(0, "")] * total
+        if self.urgent_share:  # exactly the share of the measured ones
+            order = generator(seed, "urgent").permutation(self.count)
+            urgent = set(order[: round(self.urgent_share * self.count)].tolist())
+            classes = [(0, "urgent") if n % self.count in urgent else (1, "normal") for n in range(total)]
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
         items = [
             Item(tokens.draw(prompt), output, priority=priority, name=name)
@@ -104,26 +101,15 @@ class Uniform(Counted):
         drawn = generator(seed, f"{of} lengths").random(total)
         return (low + np.floor(drawn * (high - low + 1))).astype(int).tolist()
 
-    def _classes(self, seed: int) -> list[tuple[int, str]]:
-        """Priority and name of each request, of the warm-up's too. Exactly the share of the measured ones is urgent."""
-        if self.urgent_share == 0:
-            return [(0, "")] * (self.count + self.num_warmup)
-        order = generator(seed, "urgent").permutation(self.count)
-        urgent = set(order[: round(self.urgent_share * self.count)].tolist())
-        every = [index % self.count for index in range(self.count + self.num_warmup)]
-        return [(0, "urgent") if index in urgent else (1, "normal") for index in every]
-
 
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream
 
 
 @dataclass(frozen=True)
-class Mixed(Workload):
+class Mixed(Workload, kind="mixed"):
     """`streams` requests named "stream" arrive at 0; requests named "prompt" arrive every `prompt_every_s`, the first
     one that long after the streams. An open loop without ramps: the streams are there from the start, and are what is
     looked at. Their outputs should outlast the last prompt."""
-
-    kind: ClassVar[str] = "mixed"
 
     streams: Count = 8
     stream_prompt_tokens: Count = 64
@@ -157,14 +143,12 @@ class Mixed(Workload):
 
 
 @dataclass(frozen=True)
-class MultiTurn(Arriving):
+class MultiTurn(Arriving, kind="multi_turn"):
     """A turn's whole prompt is the whole prompt before it, the answer that was really given, and `user_tokens` new
     ones; it is due `think_s` after that answer. Arrivals, rate, concurrency and warmup count conversations.
 
     Items stand conversation by conversation, so that whoever takes the first one that is due finishes a conversation
     before it begins another. Turns are named "turn1", "turn2" and so on."""
-
-    kind: ClassVar[str] = "multi_turn"
 
     conversations: Count = 8
     turns: Count = 4
@@ -206,14 +190,12 @@ class MultiTurn(Arriving):
 
 
 @dataclass(frozen=True)
-class SharedPrefix(Counted):
+class SharedPrefix(Counted, kind="shared_prefix"):
     """`hit_rate` of the requests begin with the prefix of their group; the others have a prompt of the same length of
     their own. Suffixes all differ. The first request of a group computes its prefix, unless the group is primed.
 
     In a closed loop of one request every later one finds the prefix. Requests that start together do not: none of
     them has left anything yet. `prime: true` computes every prefix before the clock starts."""
-
-    kind: ClassVar[str] = "shared_prefix"
 
     count: Count = 32
     prefix_tokens: Natural = 512

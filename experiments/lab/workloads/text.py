@@ -14,11 +14,10 @@ from mini_infer.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Text(Counted):
+class Text(Counted, kind="text"):
     """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
     tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
 
-    kind: ClassVar[str] = "text"
     most: ClassVar[int | None] = 180  # of the lengths below, beside a warm-up
 
     min_prompt_tokens: Count = 32
@@ -34,17 +33,15 @@ class Text(Counted):
         needed = self.count + self.num_warmup
         prompts: dict[tuple[int, ...], tuple[int, ...]] = {}  # by how they begin
         for text in heldout_prompts(None, self.min_prompt_tokens, self.max_prompt_tokens, seed):
-            tokens = tuple(vocabulary.encode(text))
+            tokens = tuple(vocabulary.tokenizer.encode(text))
             prompts.setdefault(tokens[:START], tokens + tokens[: round(self.again * len(tokens))])
             if len(prompts) == needed:
                 break
         else:
-            raise ConfigError(
-                f"workload.count={self.count} and {self.num_warmup} for the warm-up are more than the {len(prompts)} "
-                f"held-out prompts of {self.min_prompt_tokens} to {self.max_prompt_tokens} tokens that begin "
-                "differently: lower workload.count or workload.concurrency, or widen workload.min_prompt_tokens .. "
-                "workload.max_prompt_tokens"
-            )
+            lengths = f"of {self.min_prompt_tokens} to {self.max_prompt_tokens} tokens that begin differently"
+            ways = "lower workload.count or workload.concurrency, or widen workload.min_ .. max_prompt_tokens"
+            asked = f"workload.count={self.count} and {self.num_warmup} for the warm-up"
+            raise ConfigError(f"{asked} are more than the {len(prompts)} held-out prompts {lengths}: {ways}")
         outputs = rng.integers(self.min_output_tokens, self.max_output_tokens + 1, needed).tolist()
         items = [Item(prompt, output) for prompt, output in zip(prompts.values(), outputs, strict=True)]
         longest = max(items, key=lambda item: len(item.prompt) + item.output_tokens)

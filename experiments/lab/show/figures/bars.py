@@ -17,7 +17,6 @@ from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
-from experiments.lab.show.figures.lines import Estimator, Repeats, intervals, of_metric, tip
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
@@ -27,6 +26,7 @@ ROWS = 14  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
+BARS = {"edgecolor": "white", "linewidth": 0, "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
 
@@ -37,13 +37,13 @@ class Groups:
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
     series: list[str]
-    found: list[list[Repeats]]  # of each group and series (none: nothing valid)
+    found: list[list[lines.Repeats]]  # of each group and series (none: nothing valid)
     tried: list[list[bool]]  # likewise, whether there are values that do not count
     colours: list[int]  # of the series, or of the groups, whichever are variants: their places among all of the result
     by_point: bool  # the series are points, and the groups variants; else the other way round
     dots: bool  # instead of bars
     log: bool  # the axis
-    estimate: Estimator  # of repeats
+    estimate: lines.Estimator  # of repeats
     higher: bool  # is better
     share: bool  # told in percent
     out_of: str = ""  # which these are of how many; empty: all
@@ -111,7 +111,7 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         by_point=by_point,
         dots=log or (len(at) > 1 and len(variants) > MANY),
         log=log,
-        estimate=of_metric(info.metrics.get(metric)),
+        estimate=lines.of_metric(info.metrics.get(metric)),
         higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
         share=metric in info.metrics and info.metrics[metric].share,
     )
@@ -128,9 +128,9 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     for index, label in enumerate(groups.series):
         aside = (index - (count - 1) / 2) * room
         kept = [(group, own[index]) for group, own in enumerate(groups.found) if own[index]]
-        drawn = intervals([repeats for _, repeats in kept], groups.estimate)
+        drawn = lines.intervals([repeats for _, repeats in kept], groups.estimate)
         legend = label if count > 1 else None
-        told = [tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
+        told = [lines.tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
                 for group, repeats in kept]  # fmt: skip
         if groups.dots and kept:
             style = line_style(index if groups.by_point else groups.colours[index], 0) | {"linestyle": "none"}
@@ -169,10 +169,4 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
 
 
 def bar_style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "hatch": HATCHES[index % len(HATCHES)],
-        "edgecolor": "white",
-        "linewidth": 0,
-        "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4},
-    }
+    return {"color": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], **BARS}

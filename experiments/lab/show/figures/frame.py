@@ -221,7 +221,7 @@ def linear(axis: Axis, ticks: int) -> None:
 def name_rows(ax: Axes, names: Sequence[str]) -> None:
     """Rows from the top down, with their names on the left."""
     ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set(ylim=(len(names) - 0.4, -0.6))
     grid_of_rows(ax)
 
 

@@ -89,7 +89,10 @@ def _under_load(result: Result) -> Iterator[Picture]:
     if rates is not None:
         yield picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, *rates))
     if waited := load.waits_of(result):
-        yield picture("waits", load.waits_title(waited, result), partial(load.waits, waited, result))
+        what, many = " and ".join(each.what.split()[-1] for each in waited), len(result.info.variants)
+        title = wording.titled(f"How long {what} waited", waited[0].point)
+        title += f" ({load.MANY} of {many} variants)" if many > load.MANY else ""
+        yield picture("waits", title, partial(load.waits, waited, result))
     if stacks.memory_of(result):
         yield picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:

@@ -18,7 +18,6 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain, spread
@@ -28,7 +27,7 @@ from experiments.lab.store.rows import Turn
 
 FAR = 3  # a bound this many times above everything measured would only press the data flat
 Repeats = Mapping[Turn, float]
-Estimator = Callable[[Repeats], Estimate]
+Estimator = Callable[[Repeats], stats.Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
 ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
 

@@ -62,8 +62,7 @@ def goodput(result: Result, knee: str) -> Figure:
 
 
 def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
-    """Variant by variant: what a search has found, else the last of the points' rates up to which the share came in
-    time."""
+    """Of each variant what a search has found, else the last of the points' rates up to which the share was in time."""
     told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
         found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
@@ -134,12 +133,6 @@ def waits_of(result: Result) -> list[Waits]:
     enough = [Waits(what, point, label, {v: own for v, own in values.items() if sum(own[1]) >= SAMPLES})
               for what, label, values in both]  # fmt: skip
     return [each for each in enough if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]
-
-
-def waits_title(found: Sequence[Waits], result: Result) -> str:
-    text = wording.titled(f"How long {' and '.join(each.what.split()[-1] for each in found)} waited", found[0].point)
-    count = len(result.info.variants)
-    return f"{text} ({MANY} of {count} variants)" if count > MANY else text
 
 
 def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:

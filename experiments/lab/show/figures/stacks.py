@@ -1,5 +1,4 @@
-"""Bars of pieces: what a time is made of, where the memory of a device goes, and profiled decode steps by role, with a
-table of the kernels that take longest."""
+"""Bars of pieces: what a time is made of, where memory goes, profiled decode steps by role; and tables of kernels."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ def tables(point: str, result: Result) -> list[Grid]:
 
 
 def steps(result: Result) -> Figure:
-    """A bar for each engine that was profiled, point by point, a peer's below ours: microseconds by role, and what is
-    left of the step."""
+    """A bar for each profiled engine, point by point: microseconds by role, and what is left of the step."""
     info, pieces, plain = result.info, {}, {}
     for p in sorted(info.profiles, key=lambda profile: list(info.points).index(profile.point)):
         name = wording.titled(info.variants[p.variant], p.point)

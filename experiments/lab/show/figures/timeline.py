@@ -92,11 +92,24 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
                            squeeze=False)  # fmt: skip
     for column, (variant, steps) in enumerate(own.items()):
         course = partial(shape, steps, end=end, binned=binned)
-        _steps(axes[0, column], axes[1, column], course, binned)
+        decode, both = course(lambda s: s.decode_tokens), course(lambda s: s.decode_tokens + s.prefill_tokens)
+        tokens, duration = axes[0, column], axes[1, column]
+        tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
+        tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
+        if binned:
+            tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
+        times, waits = course(lambda s: 1e3 * s.duration_s), course(lambda s: 1e3 * s.duration_s * _loads(s))
+        duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
+        if waits.largest.any():
+            duration.stairs(waits.largest, waits.edges, fill=True, color=LOADED, label=LOADING)
         loads = [(s.start_s, s.start_s + s.duration_s) for s in steps if _loads(s)]
         draw_requests(axes[2, column], first_pass(result, variant, point), loads)
         _blocks(axes[3, column], course, steps)
-        axes[0, column].set_title(_title(steps, result), **HEAD)
+        last, lost = steps[-1], sum(len(step.preempted) for step in steps)
+        what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
+        took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
+        invalid = "" if (variant, point, 0, 0) in result.counting else " (this pass is INVALID)"
+        axes[0, column].set_title(f"{result.info.variants[variant]}: {took}, {what}{invalid}", **HEAD)
         axes[-1, column].set_xlabel("seconds from the start of the timed pass")
     for ax in axes.flatten():
         ax.tick_params(labelsize=8)
@@ -127,20 +140,6 @@ def shape(
         area[first : last + 1] += height * np.maximum(covered, 0.0)
         largest[first : last + 1] = np.maximum(largest[first : last + 1], height)
     return Shape(edges, area / width, largest)
-
-
-def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: bool) -> None:
-    decode = course(lambda s: s.decode_tokens)
-    both = course(lambda s: s.decode_tokens + s.prefill_tokens)
-    tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
-    tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
-    if binned:
-        tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
-    times = course(lambda s: 1e3 * s.duration_s)
-    duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
-    loads = course(lambda s: 1e3 * s.duration_s * _loads(s))
-    if loads.largest.any():
-        duration.stairs(loads.largest, loads.edges, fill=True, color=LOADED, label=LOADING)
 
 
 def _loads(step: StepRow) -> bool:
@@ -187,15 +186,6 @@ def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
         axes[0].set(yticks=ticks, ylim=(0, 1.05 * most))
     axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
     axes[3].set(ylim=(0, 124), yticks=[0, 50, 100], xlim=(0, end))
-
-
-def _title(steps: Sequence[StepRow], result: Result) -> str:
-    """Of one variant. Its pass may be one that does not count."""
-    last, lost = steps[-1], sum(len(step.preempted) for step in steps)
-    what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
-    took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
-    invalid = "" if (last.variant, last.point, 0, 0) in result.counting else " (this pass is INVALID)"
-    return f"{result.info.variants[last.variant]}: {took}, {what}{invalid}"
 
 
 def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
