@@ -122,7 +122,7 @@ def _keep_references(config: DictConfig, experiment: str) -> None:
         return
     for claim in config.experiment.get("claims") or []:
         ratio = any(key.startswith("ratio_") for key in claim)
-        if ratio and not claim.get("to") and not claim.get("against") and schema.plain(claim) in said["claims"]:
+        if ratio and not claim.get("to") and not claim.get("against") and schema.plain(claim) in said.get("claims", ()):
             claim["to"] = said["baseline"]
 
 

@@ -366,6 +366,7 @@ def test_the_line_that_measures_serves_the_engines_that_were_simulated(compose_c
     given = [
         f"workload.path={a_trace(tmp_path)}",
         "engine.scheduler.policy=priority",
+        "engine.speculation.acceptance=0.6",  # of none of the plans below
         "slo.ttft_ms=60",
         "slo.tpot_ms=9",
     ]
@@ -391,7 +392,11 @@ def test_the_line_that_measures_serves_the_engines_that_were_simulated(compose_c
         assert set(measuring.variants) == {*named, *(f"{name} predicted" for name in named)}
         for cell in measuring._cells.values():
             own = named[cell.variant.removesuffix(" predicted")]
-            assert cell.engine == experiment._engine(own.settings, own.replicas)
+            assert not cell.engine.speculation.most
+            wanted = experiment._engine(own.settings, own.replicas)
+            assert cell.engine == dataclasses.replace(wanted, speculation=cell.engine.speculation), (
+                "nothing reads the rate"
+            )
             assert cell.workload == experiment._workload
         assert measuring.spec.slo == SLO(ttft_ms=60, tpot_ms=9)
 

@@ -31,14 +31,17 @@ def offered(settings: Mapping[str, Any]) -> float | None:
 
 def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The rows, with goodput at a stated rate of arrivals as the share in time times that rate. Over the time of the
-    whole pass, which a row may be, it loses by the answers that are still under way when the last request arrives."""
+    whole pass, which a row may be, it loses by the answers that are still under way when the last request arrives. What
+    a pass does not tell, since nobody could keep that rate up, is not told here either."""
     rates = {name: rate for name, settings in points.items() if (rate := offered(settings)) is not None}
-    good = next((row for row in rows if row.metric == GOODPUT), None)
-    shares = [row for row in rows if good and row.metric == KEPT and row.valid and row.point in rates]
-    told = {(row.variant, row.point, row.process, row.repeat) for row in shares}
-    kept = [r for r in rows if r.metric != GOODPUT or (r.variant, r.point, r.process, r.repeat) not in told]
-    unit = good.unit if good else ""
-    return [*kept, *(replace(r, metric=GOODPUT, value=r.value * rates[r.point], unit=unit) for r in shares)]
+    place = lambda row: (row.variant, row.point, row.process, row.repeat)  # noqa: E731
+    share = {place(row): row.value for row in rows if row.metric == KEPT and row.valid and row.point in rates}
+    return [
+        replace(row, value=share[place(row)] * rates[row.point])
+        if row.metric == GOODPUT and row.valid and place(row) in share
+        else row
+        for row in rows
+    ]
 
 
 def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:

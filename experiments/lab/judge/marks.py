@@ -9,7 +9,7 @@ from itertools import product
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import OF_PROCESSES, Result
 from experiments.lab.store.rows import Turn
 from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
@@ -100,7 +100,7 @@ def of(result: Result) -> list[str]:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
     asked, count = info.config.get("measure", {}).get("processes", PROCESSES), len(info.processes) or 1
     by_nature = asked < PROCESSES and "measure.processes" not in info.changed  # the experiment asks for fewer itself
-    counted = "processes are complete" in info.status  # by a run that was cut off
+    counted = OF_PROCESSES in info.status  # by a run that was cut off
     if count < PROCESSES and not (by_nature or counted or info.is_simulated):
         told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})")
     return [*told, *filter(None, [short_passes(result)])]

@@ -20,7 +20,8 @@ Cell = tuple[str, str, str]  # variant, point, metric
 
 
 class Miss(NamedTuple):
-    """`share` of the measured value by which the predicted one is off; infinite where 0 was measured, and not said."""
+    """`share` of the measured value by which the predicted one is off; infinite where 0 was measured and
+    something else predicted."""
 
     share: float
     metric: str

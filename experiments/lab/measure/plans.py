@@ -27,7 +27,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 
 OF_PASS = ("slo_share", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms")
-REPLICAS = "engine.parallel.replicas"
+REPLICAS, DRAFTS = "engine.parallel.replicas", "engine.speculation.method"
 NO_ENGINE_OF_ITS_OWN = (PREFILL_SHARE, "engine.parallel.routing")  # settings that one engine alone does not read
 TIE = 0.1  # two latencies that differ by less are equal: a simulated one is off by as much
 
@@ -219,13 +219,16 @@ def measuring(config: DictConfig, typed: Sequence[str], base: Settings, plans: M
         changes = {key: plan.settings[key] for key in changed} | counted(plan.settings, plan.replicas)
         sections = axes.plain(schema.with_values(OmegaConf.create(), changes))["engine"]
         variants[name] = {"kind": "served", "label": plan.point.name, **sections}
-    given = [text for text in typed if within(_key(text), KEPT) and _key(text) not in changed]
     engine = flat(schema.plain(config.engine), "engine.")
+    # What is said of drafts is refused where nothing drafts.
+    drafts = {str(plan.settings.get(DRAFTS, engine.get(DRAFTS))) for plan in plans.values()}
+    left = {key for key in engine if drafts == {SpeculationMethod.none.value} and within(key, ["engine.speculation"])}
+    given = [text for text in typed if within(_key(text), KEPT) and _key(text) not in {*changed, *left}]
     said = {key: engine.get(key) for key in {**own, **theirs} if key.startswith("engine.")}
     load = {f"workload.{f.name}": getattr(workload, f.name) for f in fields(workload) if f.name != axis}
     usual = {f"workload.{f.name}": f.default for f in fields(workload)}
     said |= {key: value for key, value in load.items() if key in theirs or value != usual[key]}
-    known = {*map(_key, given), *changed}
+    known = {*map(_key, given), *changed, *left}
     return shlex.join(
         [
             *("python", "run.py", f"experiment={experiment}", *given, f"workload={workload.kind}"),

@@ -29,7 +29,7 @@ from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.result import COMPLETE
+from experiments.lab.store.result import COMPLETE, OF_PROCESSES
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
@@ -249,7 +249,7 @@ def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException
     if planned == 1 or not wrong:
         return found[0].status, found[0].error
     told = "; ".join(f"process {n + 1} of {planned}: {f.status.removeprefix('incomplete: ')}" for n, f in wrong)
-    return f"incomplete: {told}; {len(found) - len(wrong)} of {planned} processes are complete", wrong[0][1].error
+    return f"incomplete: {told}; {len(found) - len(wrong)} of {planned} {OF_PROCESSES}", wrong[0][1].error
 
 
 def _notes(found: Sequence[Findings]) -> list[str]:

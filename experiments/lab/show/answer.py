@@ -204,7 +204,10 @@ def _without_claims(result: Result) -> str:
 def _of_sweep(result: Result) -> str:
     """Of the first metric at the last point of each run that has it: from its least to its most over the swept key, of
     the variant with the best of all, and as a ratio to the baseline where there is another variant."""
-    info, key = result.info, str(result.info.plots[0].panels[0].x)
+    info, keys = result.info, [str(panel.x) for panel in result.info.plots[0].panels]
+    if not keys:
+        return "There is no answer: the runs have no metric in common."
+    key = keys[0]
     others = [v for v in info.variants if v not in (info.baseline, info.aa)]
     base = info.variants[str(info.baseline)] if info.baseline and others else ""
 

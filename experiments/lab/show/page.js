@@ -3,7 +3,7 @@ function show(){const all=[...document.querySelectorAll('section')];
  const wanted=all.find(s=>s.id===decodeURIComponent(location.hash.slice(1)))||all[0];
  all.forEach(s=>s.classList.toggle('on',s===wanted));scrollTo(0,0)}
 function marks(svg){if(!known.has(svg)){const found=[];
- for(const g of svg.querySelectorAll('[data-tip]')){const told=g.dataset.tip.split('NEXT');
+ for(const g of svg.querySelectorAll('[data-tip]')){const told=g.dataset.tip.split('NEXT');// html.py says which mark that is
   let own=[...g.querySelectorAll('use')];
   if(!own.length)own=[...g.querySelectorAll('path')].filter(p=>!p.closest('defs'));
   own.forEach((m,i)=>told[i]&&found.push([m,told[i]]))}

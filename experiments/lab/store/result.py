@@ -38,6 +38,7 @@ from mini_infer.core.errors import MiniInferError
 FORMAT = 2
 EVERY_RUN = "*/*/*/*.json"  # below the folder of results
 COMPLETE = "complete"
+OF_PROCESSES = "processes are complete"  # ends the status of a run of several that was cut off
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 SIMULATED = "simulated-"  # begins the hardware of a run that ran on none
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
