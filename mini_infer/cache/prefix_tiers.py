@@ -44,7 +44,7 @@ class PrefixTiers:
 
     Attributes:
         saves: prefixes are kept in host memory at all; else nothing happens here.
-        writing: id of the one transfer to files that may be under way.
+        writing: id of the one transfer to files that the next one waits for.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PrefixTiers:
             return None
         host = [block for block, _ in files]
         self._host.share(host)
-        self.writing = self._transfers.add(UnderWay(None, host=host))
+        self.writing = self._transfers.add(UnderWay(None, host=host, to_files=True))
         return Transfer(self.writing, True, [], of_prefixes=True, files=files)
 
     def ended(self, transfer_id: int, request: Request | None, brought: Collection[bytes]) -> None:
