@@ -168,12 +168,15 @@ class BlockFiles:
                     os.utime(_file(folder, block_hash))
 
     def _fill(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Makes a file, and its folder where there is none yet."""
+        """Makes a file, and its folders where there are none yet. But where somebody has removed the folder of all
+        models, it stays removed: who writes on would fill it again behind his back."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             file = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            for folder in (self.folder, os.path.dirname(path)):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700)
             file = os.open(path, flags, 0o666)
         try:
             if _move(os.writev, file, parts) < self._file_bytes:

@@ -272,7 +272,7 @@ class KVManager:
         whose blocks they move are returned."""
         ids = [one.transfer_id for one in transfers]
         if self.tiers.writing in ids:
-            self.tiers.writing = None  # or nothing would be written any more
+            self.tiers.writing = None  # or nothing would be written any more; its blocks stay taken until it has ended
         known = [parked for number in ids if (parked := self.transfers.get(number)) is not None]
         for parked in known:
             parked.brings = {}

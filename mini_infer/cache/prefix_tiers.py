@@ -44,7 +44,7 @@ class PrefixTiers:
 
     Attributes:
         saves: prefixes are kept in host memory at all; else nothing happens here.
-        writing: id of the one transfer to files that may be under way.
+        writing: id of the one transfer to files that the next one waits for.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class PrefixTiers:
 
     def write(self) -> Transfer | None:
         """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
-        What is evicted there before its turn comes is lost."""
+        What is evicted there before its turn comes is lost. Whether a file is there already its writer finds out: here
+        thousands of blocks would be looked for in a file system while a step is planned."""
         if self._files is None or self.writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
@@ -144,13 +145,13 @@ class PrefixTiers:
             block_hash = next(iter(self._unwritten))
             del self._unwritten[block_hash]
             block = self._host.block_of(block_hash)
-            if block is not None and block_hash not in self._files:
+            if block is not None:
                 files.append((block, block_hash))
         if not files:
             return None
         host = [block for block, _ in files]
         self._host.share(host)
-        self.writing = self._transfers.add(UnderWay(None, host=host))
+        self.writing = self._transfers.add(UnderWay(None, host=host, to_files=True))
         return Transfer(self.writing, True, [], of_prefixes=True, files=files)
 
     def ended(self, transfer_id: int, request: Request | None, brought: Collection[bytes]) -> None:

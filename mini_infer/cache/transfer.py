@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from mini_infer.core.plan import Transfer
 
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
+_CLOSE_S = 2.0  # that a close waits for files which are being written
 _KEPT = 64  # transfers of which it is known what files failed to give, or take
 # Threads. They copy to and from the operating system's memory, which takes a core for each, and some wait for a disk;
 # the step loop needs cores, too.
@@ -124,6 +126,7 @@ class KVTransfer:
             ThreadPoolExecutor(_READERS, "kv reader"),
             ThreadPoolExecutor(_WRITERS, "kv writer"),
         )
+        self._closing = threading.Event()
         self._at_files: list[tuple[Transfer, deque[_Piece]]] = []
         self._failed: dict[int, list[int]] = {}  # of the latest transfers that had any
 
@@ -151,7 +154,8 @@ class KVTransfer:
         """Writes host blocks, or reads them. Those with which it did not work. On a thread, which mostly waits."""
         assert self._files is not None, "they are in no plan without"
         verb = self._files.write if to_host else self._files.read
-        return [block for block, block_hash in files if not verb(block_hash, self._host_bytes(block))]
+        closing = self._closing.is_set
+        return [block for block, block_hash in files if closing() or not verb(block_hash, self._host_bytes(block))]
 
     def _queue(self, transfer: Transfer, last: bool = True) -> None:
         event = self._stream.run(lambda: self._copy(transfer))
@@ -205,6 +209,14 @@ class KVTransfer:
             if transfer.transfer_id == transfer_id:
                 failed.update(block for piece in pieces for block in piece.job.result())
         return next((place for place, block in enumerate(blocks) if block in failed), len(blocks))
+
+    def close(self) -> None:
+        """Ends the threads, of which each still finishes its block: then nobody uses host memory or files any more.
+        What is being written has a moment to be done; of up to half of host memory the rest is given up."""
+        wait([piece.job for transfer, pieces in self._at_files if transfer.to_host for piece in pieces], _CLOSE_S)
+        self._closing.set()
+        for threads in (self._writers, self._readers):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _host_bytes(self, block: int) -> list[memoryview]:
         """A block in host memory."""

@@ -17,6 +17,7 @@ class UnderWay:
     host: list[int] = field(default_factory=list)
     brings: dict[int, bytes] = field(default_factory=dict)  # host block -> what it holds when the copies have ended
     remote: bool = False  # another engine writes
+    to_files: bool = False  # threads read `host`
 
     def take_table(self, request: Request) -> None:
         """The request gives up its device blocks, but the transfer does not."""
@@ -42,6 +43,14 @@ class Transfers(dict[int, UnderWay]):
             if parked.request is request:
                 return parked
         return None
+
+    def ended_by_waiting(self, last: int) -> list[int]:
+        """Ids, up to `last`, of local ones that will not go on once a step without rows is collected: it has waited for
+        all that were made, but beside others not for what is written to files. A write that nobody trusts any more may
+        go on like any other: what its blocks got meanwhile would be in the files of their old hashes."""
+        local = self.local
+        alone = all(self[number].to_files for number in local)
+        return [number for number in local if number <= last and (alone or not self[number].to_files)]
 
     @property
     def local(self) -> list[int]:

@@ -271,7 +271,7 @@ class StepRecord(NamedTuple):
     disk_hit_tokens: int = 0  # of prefix_hit_tokens
     saved_blocks: int = 0  # of prefixes: to host memory
     loaded_blocks: int = 0  # and back
-    written_blocks: int = 0  # to files
+    written_blocks: int = 0  # to files, or found there by whoever was to write them
     read_blocks: int = 0  # and back
     lost_blocks: int = 0  # of both, those with which it did not work
 

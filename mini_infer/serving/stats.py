@@ -87,7 +87,7 @@ class Stats(msgspec.Struct, array_like=True, tag=True, gc=False):
     prefix_cache_disk_hits: Annotated[int, Counter("Those that came back from files.")] = 0
     prefix_cache_saved_bytes: Annotated[int, Counter("KV of prefixes copied to host memory.")] = 0
     prefix_cache_loaded_bytes: Annotated[int, Counter("KV of prefixes copied back.")] = 0
-    prefix_cache_written_bytes: Annotated[int, Counter("KV of prefixes written to files.")] = 0
+    prefix_cache_written_bytes: Annotated[int, Counter("KV of prefixes written to files, or found there already.")] = 0
     prefix_cache_read_bytes: Annotated[int, Counter("KV of prefixes read from files.")] = 0
     prefix_cache_lost_blocks: Annotated[
         int, Counter("KV blocks that files did not give, being broken or gone, or take, on a full disk.")

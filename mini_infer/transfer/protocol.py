@@ -140,8 +140,8 @@ class Choice:
     """Whether a prompt is computed elsewhere. Here it holds up everybody who decodes; elsewhere it costs its own
     request the way there and back. Both times are learned from the transfers so far, as a constant and a time a
     token; the first ones are made to learn from, and those of which a line through shorter ones would say anything.
-    Whoever sends nothing does not learn that a queue elsewhere is gone: so one in `Trials.RARELY` is sent all the
-    same."""
+    Whoever sends nothing does not learn that a queue elsewhere is gone: so some are sent all the same (core/trials.py),
+    in the long run one behind `Trials.RARELY` that stay."""
 
     LEARNED = 4  # transfers
     BEYOND = 2  # as long as the longest prompt that was learned from

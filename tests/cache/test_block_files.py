@@ -192,7 +192,17 @@ def test_a_folder_that_is_meddled_with_costs_blocks_and_no_error(tmp_path: Path)
     shutil.rmtree(files.folder)
     for number in range(30):
         files.write(name(number), content(number))
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700, "also when it is made again"
     BlockFiles(str(tmp_path), "a model", SIZE, 20 * 1100)
+
+
+def test_a_tier_that_is_removed_stays_removed(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    files = BlockFiles(str(tier), "a model", SIZE, 20 * 1100)
+    assert files.write(name(0), content(0))
+    shutil.rmtree(tier)
+    assert not files.write(name(1), content(1))
+    assert not tier.exists()
 
 
 def test_room_that_cannot_be_made_ends_writing_for_a_while(

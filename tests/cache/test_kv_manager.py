@@ -347,8 +347,8 @@ class TestFiles:
         assert kv._host.block_of(third[1]) is not None, "it is as good as any"
         check_kv(kv, [again])
 
-    def test_one_transfer_to_files_at_a_time_and_of_nothing_that_is_there(self) -> None:
-        kv, files = self.pools(num_host_blocks=3)
+    def test_one_transfer_to_files_at_a_time(self) -> None:
+        kv, _ = self.pools(num_host_blocks=3)
         kv.free(computed(kv, list(range(12))))
         saved = kv.tiers.save()
         assert saved is not None
@@ -366,8 +366,25 @@ class TestFiles:
         assert kv.tiers.write() is not None, "one that was given up holds up nobody"
         kv.end_transfer(second.transfer_id)
         kv.end_transfer(second.transfer_id + 1)
-        files.update(kv.tiers._unwritten)  # by somebody else
-        assert kv.tiers.write() is None
+        assert kv.usage([]).host_blocks_used == 0
+        check_kv(kv, [])
+
+    def test_a_write_is_planned_without_a_look_at_files(self) -> None:
+        class Unseen(FileNames):
+            def __contains__(self, block_hash: object) -> bool:
+                raise AssertionError("a step is planned, for which every decode waits")
+
+        kv = KVManager(4, 4, 16, num_host_blocks=8, host_prefixes=True, files=Unseen())
+        kv.free(computed(kv, list(range(12))))
+        saved = kv.tiers.save()
+        assert saved is not None
+        kv.end_transfer(saved.transfer_id)
+        write = kv.tiers.write()
+        assert write is not None
+        assert len(write.files) == kv.usage([]).host_blocks_used == 3
+        kv.end_transfer(write.transfer_id)
+        assert kv.usage([]).host_blocks_used == 0
+        assert kv.tiers.write() is None, "nothing is left"
         check_kv(kv, [])
 
     def test_what_is_being_written_stays_in_host_memory_until_then(self) -> None:

@@ -216,6 +216,49 @@ def test_who_waits_for_copies_does_not_wait_for_files_being_written(tmp_path: Pa
     assert transfer.failed([0, 1]) == {1: [1]}
 
 
+def test_a_close_finishes_the_blocks_that_are_being_written_and_gives_up_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, may_write, closed = LAYOUTS["latent"], threading.Event(), threading.Event()
+    begun: list[bytes] = []
+
+    class Slow(BlockFiles):
+        def write(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+            begun.append(block_hash)
+            return may_write.wait(30) and super().write(block_hash, parts)
+
+    monkeypatch.setattr(transfers, "_WRITERS", 2)
+    monkeypatch.setattr(transfers, "_CLOSE_S", 0.0)
+    files = Slow(str(tmp_path), "latent", layout.bytes_per_block(3), 10**8)
+    transfer = KVTransfer([filled(layout, 4, CPU)], num_host_blocks=16, files=files)
+    hashes = [bytes([block]) * 32 for block in range(16)]
+    transfer.start(Transfer(1, True, [], True, list(enumerate(hashes))))
+    until = time.monotonic() + 30
+    while len(begun) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    closing = threading.Thread(target=lambda: (transfer.close(), closed.set()))
+    closing.start()
+    assert transfer._closing.wait(30)
+    assert not closed.wait(0.05), "it waits for the two threads"
+    may_write.set()
+    assert closed.wait(30)
+    closing.join()
+    assert [block_hash in files for block_hash in hashes] == [block_hash in begun for block_hash in hashes]
+    assert len(begun) == 2
+    transfer.close()
+
+
+def test_a_close_has_patience_with_what_is_nearly_written(tmp_path: Path) -> None:
+    layout = LAYOUTS["latent"]
+    files = BlockFiles(str(tmp_path), "latent", layout.bytes_per_block(3), 10**8)
+    transfer = KVTransfer([filled(layout, 4, CPU)], num_host_blocks=16, files=files)
+    hashes = [bytes([block]) * 32 for block in range(16)]
+    transfer.start(Transfer(1, True, [], True, list(enumerate(hashes))))
+    transfer.close()
+    assert all(block_hash in files for block_hash in hashes)
+
+
 def test_what_has_been_read_is_copied_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, may_read, stream = LAYOUTS["latent"], threading.Event(), LateStream()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ def test_a_block_comes_from_files_where_all_ranks_have_their_part(
     (other,) = map(Path, files.beside)
     own, theirs = (sorted(path.name for path in f.rglob("*") if path.is_file()) for f in (files.folder, other))
     first.close()
+    first.close()  # a second time there is nobody to tell
+    assert not any(thread.name.startswith(("kv writer", "kv reader")) for thread in threading.enumerate())
     assert own == theirs
     assert len(own) >= 24
     hashes = [chained_sha256("", prompt[:192], 16) for prompt in prompts]

@@ -864,3 +864,41 @@ def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load(
     bench.add("later", [400], max_tokens=1)
     scheduler.update(bench.plan(), StepResult([[7]], transfers_done=(write.transfer_id,)), 3.0)
     assert write.transfer_id not in scheduler.kv.transfers
+
+
+@pytest.mark.parametrize("end", ["named", "alone"])
+def test_what_a_failed_step_was_to_write_to_files_is_kept_until_that_has_ended(end: str) -> None:
+    """Its threads go on: blocks with other content by then would be in files of the old hashes."""
+    bench, again = returning(files=FileNames())
+    scheduler = bench.scheduler
+    bench.abort(again)
+    bench.add("beside", [300], max_tokens=1)
+    plan = bench.plan()
+    (write,) = [transfer for transfer in plan.transfers if transfer.files]
+    done = tuple(transfer.transfer_id for transfer in plan.transfers if transfer is not write)
+    scheduler.fail(plan)
+    bench.add("next", [301], max_tokens=1)
+    plan = bench.plan()
+    later = tuple(transfer.transfer_id for transfer in plan.transfers)
+    scheduler.update(plan, StepResult([[7]], transfers_done=done + later), 1.0)
+    once_more = bench.add("once more", list(range(13)))
+    plan = bench.plan()
+    assert not plan.req_indices
+    done = tuple(transfer.transfer_id for transfer in plan.transfers)
+    scheduler.update(plan, StepResult([], transfers_done=done), 2.0)
+    assert once_more.status is RequestStatus.prefilling
+    assert scheduler.kv.transfers.local == [write.transfer_id]
+    host = scheduler.kv._host
+    free = host.allocate(host.num_free)
+    assert free is not None
+    assert not {block for block, _ in write.files} & set(free), "nobody else gets them"
+    host.release(free)
+    if end == "named":
+        bench.abort(once_more)
+        bench.add("later", [400], max_tokens=1)
+        scheduler.update(bench.plan(), StepResult([[7]], transfers_done=(write.transfer_id,)), 3.0)
+    else:
+        assert scheduler.kv.transfers.ended_by_waiting(write.transfer_id - 1) == []
+        assert scheduler.kv.transfers.ended_by_waiting(write.transfer_id) == [write.transfer_id]
+        scheduler.kv.end_transfer(write.transfer_id)
+    assert write.transfer_id not in scheduler.kv.transfers

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,9 @@ def test_files_outlive_the_engine_and_are_shared_by_those_beside_it(alone: list[
     prompts = TALKS[:2]
     expected = [output.outputs[0].token_ids for output in first.generate(prompts, PARAMS)]
     first.generate(TALKS[2:], PARAMS)  # what is not written when the last step ends is written beside the next ones
+    assert any(thread.name.startswith("kv writer") for thread in threading.enumerate())
     first.close()
+    assert not any(thread.name.startswith(("kv writer", "kv reader")) for thread in threading.enumerate())
     assert [output.outputs[0].token_ids for output in second.generate(prompts, PARAMS)] == expected
     assert total(second, "disk_hit_tokens") > 0.5 * sum(map(len, prompts))
     second.close()

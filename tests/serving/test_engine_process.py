@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -531,3 +533,26 @@ def test_an_engine_that_has_lost_a_rank_ends_at_once(tmp_path: Path) -> None:
     lost = RankError("rank 1 was killed by SIGKILL")
     with served_in_a_thread(tmp_path, failing(LLMEngine(dry_config()), times=99, error=lost)) as path:
         with_engine(path, use)
+
+
+@pytest.mark.parametrize("end", [None, engine_process.Restarting("not in time"), RuntimeError("a fault")], ids=str)
+def test_however_it_ends_the_executor_is_closed(end: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its threads would go on writing files, and the process with them."""
+    closed: list[bool] = []
+
+    class Server:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def serve(self) -> None:
+            if end is not None:
+                raise end
+
+    engine = SimpleNamespace(executor=SimpleNamespace(close=lambda: closed.append(True)))
+    monkeypatch.setattr(engine_process, "LLMEngine", lambda *arguments, **options: engine)
+    monkeypatch.setattr(engine_process, "settle", lambda *arguments: None)
+    monkeypatch.setattr(engine_process, "EngineServer", Server)
+    raised = pytest.raises(RuntimeError, match="a fault") if type(end) is RuntimeError else nullcontext()
+    with socket.socket() as listener, raised:
+        engine_process.run(dry_config(), listener, 1)
+    assert closed == [True]

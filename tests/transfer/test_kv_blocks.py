@@ -518,6 +518,13 @@ def _num_sent(choice: Choice, ratio: float, prompts: int) -> int:
     return sent
 
 
+def test_few_prompts_are_sent_where_no_trial_comes_back() -> None:
+    choice = Choice()
+    _num_sent(choice, 1.5, 100)
+    sent = sum(choice.pays(100 + 50 * (number % 7), decoding=0) for number in range(2000))
+    assert 0.025 * 2000 < sent <= 0.035 * 2000, "all of them fail, and are asked for again"
+
+
 @pytest.mark.parametrize("ratio", [1.05, 1.2, 1.5, 2, 3, 10, 100])
 def test_few_prompts_are_sent_where_that_always_costs_more(ratio: float) -> None:
     choice = Choice()

@@ -80,7 +80,7 @@ class Executor:
         """Raises RankError where a process that it needs has ended meanwhile: steps find out by themselves."""
 
     def close(self) -> None:
-        """Ends other processes, where it has any. There are no steps afterwards."""
+        """Ends other processes and threads, where it has any. There are no steps afterwards."""
 
 
 def make_executor(config: EngineConfig) -> Executor:

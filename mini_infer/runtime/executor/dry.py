@@ -130,6 +130,9 @@ class DryModel:
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
     def failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
         return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
 

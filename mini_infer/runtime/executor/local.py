@@ -66,3 +66,6 @@ class LocalExecutor(Executor):
 
     def reserve_memory(self) -> None:
         self._worker.reserve_memory()
+
+    def close(self) -> None:
+        self.runner.close()

@@ -95,6 +95,9 @@ class RanksExecutor(LocalExecutor):
             super().reserve_memory()
 
     def close(self) -> None:
+        if self._end.alive:
+            with contextlib.suppress(RankError):  # those of a rank that has ended have ended with it
+                super().close()
         self._end()
 
 
@@ -335,6 +338,14 @@ class RankedRunner:
 
     def forget_adapter(self, key: str) -> None:
         self.everywhere("forget_adapter", key)
+
+    def close(self) -> None:
+        """This rank's, too, where another one has ended."""
+        try:
+            if self._runner.transfers is not None:
+                self.everywhere("close")
+        finally:
+            self._runner.close()
 
     def everywhere(self, method: str, *arguments: Any) -> list[int]:
         """Calls a method of Runner, or of a part of it, on every rank, behind the steps launched so far. What it gives

@@ -380,11 +380,8 @@ class Scheduler:
     def _end_transfers(self, step: PlannedStep, plan: StepPlan, result: StepResult, now: float) -> None:
         ended = set(result.transfers_done)
         if not plan.req_indices:
-            # Its collection has waited for all transfers, but beside others not for what is written to files: those not
-            # made by then never will be.
-            local = self.kv.transfers.local
-            going_on = self.kv.tiers.writing if len(local) > 1 else None
-            ended.update(number for number in local if number <= step.last_transfer and number != going_on)
+            # Those not made by then never will be.
+            ended.update(self.kv.transfers.ended_by_waiting(step.last_transfer))
         for transfer_id in sorted(ended):
             failed = result.failed.get(transfer_id, ())
             moved = self.kv.end_transfer(transfer_id, failed)

@@ -286,6 +286,11 @@ class Runner:
         """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
         return () if self.transfers is None else self.transfers.poll(wait)
 
+    def close(self) -> None:
+        """Ends what has to do with files beside the steps. There are no steps afterwards."""
+        if self.transfers is not None:
+            self.transfers.close()
+
     def read_adapter(self, path: str) -> None:
         """As Adapters.read."""
         assert self._model.adapters is not None, "the engine has asked"

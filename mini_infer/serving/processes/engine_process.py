@@ -475,8 +475,11 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int, prompts_
             sys.exit(CANNOT_START if listeners else f"the engine cannot start: {error}")
         raise
     settle(YOUNG_OBJECTS)
-    with contextlib.suppress(Restarting):  # whom it concerns has been told
-        EngineServer(engine, listener, max_queued, prompts_at).serve()
+    try:
+        with contextlib.suppress(Restarting):  # whom it concerns has been told
+            EngineServer(engine, listener, max_queued, prompts_at).serve()
+    finally:
+        engine.executor.close()  # or the process would not end before all that its threads have to write is written
 
 
 def _waiting_at(listener: socket.socket) -> list[socket.socket]:
