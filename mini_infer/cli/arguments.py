@@ -11,7 +11,7 @@ from mini_infer import __version__
 from mini_infer.core.errors import ConfigError
 
 REFUSED = 2  # exit code
-OF_SERVER = ("fastapi", "uvicorn", "httptools", "prometheus_client", "msgspec", "llguidance")
+OF_SERVER = ("fastapi", "uvicorn", "httptools", "prometheus_client", "llguidance")
 
 
 def command_parser(name: str, description: str, **more: Any) -> argparse.ArgumentParser:
