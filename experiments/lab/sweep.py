@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.lab.explain import explain
-from experiments.lab.measure import hardware
+from mini_infer.core.cores import usable_cores
 
 FILE = "outcome.json"
 DONE, FAILED, LOST = "done", "failed", "lost"
@@ -140,6 +140,6 @@ def _parallel(launcher: DictConfig) -> str:
     target = str(launcher.get("_target_", ""))
     if "joblib" in target:
         wanted = int(launcher.get("n_jobs") or 1)
-        count = wanted if wanted > 0 else max(1, hardware.cores() + 1 + wanted)  # joblib's meaning of -1, -2, ...
+        count = wanted if wanted > 0 else max(1, usable_cores() + 1 + wanted)  # joblib's meaning of -1, -2, ...
         return f"{count} at a time on this machine" if count > 1 else ""
     return "all at once on this machine" if target.endswith("submitit_launcher.LocalLauncher") else ""

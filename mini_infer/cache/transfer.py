@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from mini_infer.cache.block_files import BlockFiles
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.cores import usable_cores
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Transfer
 
@@ -24,8 +24,7 @@ _CLOSE_S = 2.0  # that a close waits for files which are being written
 _KEPT = 64  # transfers of which it is known what files failed to give, or take
 # Threads. They copy to and from the operating system's memory, which takes a core for each, and some wait for a disk;
 # the step loop needs cores, too.
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_READERS, _WRITERS = max(4, min(16, _CORES // 2)), max(2, min(8, _CORES // 2))
+_READERS, _WRITERS = max(4, min(16, usable_cores() // 2)), max(2, min(8, usable_cores() // 2))
 _PIECE = 8  # blocks at least that are read before they go on to the device; of many, half a reader's share
 
 

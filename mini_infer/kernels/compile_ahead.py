@@ -12,7 +12,6 @@ disk as ever, so that a second start only reads it, in parallel too.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mini_infer.core.cores import usable_cores
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def compiled_in_parallel(num_threads: int | None = None) -> Iterator[None]:
         return launch(kernel, *args, grid=grid, warmup=warmup or here, **kwargs)
 
     with (
-        ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(num_threads or usable_cores()) as pool,
         AsyncCompileMode(pool),
         _ZerosForNew(),
     ):

@@ -13,7 +13,7 @@ from integrity import check_scheduler
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
-from mini_infer.core.plan import Draft, StepPlan, StepResult
+from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import MOST_SHARE, Scheduler
@@ -842,14 +842,19 @@ def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
     assert way == "abort" or again.num_output_tokens == 4
 
 
-def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load() -> None:
+def writing() -> tuple[Bench, StepPlan, Transfer, tuple[int, ...]]:
+    """A step that begins to write to files: its plan, that transfer, and the ids of the other ones."""
     bench, again = returning(files=FileNames())
-    scheduler = bench.scheduler
     bench.abort(again)
     bench.add("beside", [300], max_tokens=1)
     plan = bench.plan()
     (write,) = [transfer for transfer in plan.transfers if transfer.files]
-    done = tuple(transfer.transfer_id for transfer in plan.transfers if transfer is not write)
+    return bench, plan, write, tuple(one.transfer_id for one in plan.transfers if one is not write)
+
+
+def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load() -> None:
+    bench, plan, write, done = writing()
+    scheduler = bench.scheduler
     scheduler.update(plan, StepResult([[7]], transfers_done=done), 1.0)
     once_more = bench.add("once more", list(range(13)))
     plan = bench.plan()
@@ -869,13 +874,8 @@ def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load(
 @pytest.mark.parametrize("end", ["named", "alone"])
 def test_what_a_failed_step_was_to_write_to_files_is_kept_until_that_has_ended(end: str) -> None:
     """Its threads go on: blocks with other content by then would be in files of the old hashes."""
-    bench, again = returning(files=FileNames())
+    bench, plan, write, done = writing()
     scheduler = bench.scheduler
-    bench.abort(again)
-    bench.add("beside", [300], max_tokens=1)
-    plan = bench.plan()
-    (write,) = [transfer for transfer in plan.transfers if transfer.files]
-    done = tuple(transfer.transfer_id for transfer in plan.transfers if transfer is not write)
     scheduler.fail(plan)
     bench.add("next", [301], max_tokens=1)
     plan = bench.plan()

@@ -133,8 +133,12 @@ def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute
 
 def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     """A streamed token; `seconds` are of the whole pass."""
-    return _over_http(lambda served, host: NOT_TOLD if (used := seconds(host)) is None else _mean(
-        [1e6 * used], _all_tokens(served)))  # fmt: skip
+
+    def compute(served: Served, host: HostUse) -> float | Missing:
+        used = seconds(host)
+        return NOT_TOLD if used is None else _mean([1e6 * used], _all_tokens(served))
+
+    return _over_http(compute)
 
 
 def _roofline(value: OfFloors, served: Served, context: Context) -> float | Missing:

@@ -77,8 +77,8 @@ def _of_answers(e: Evidence) -> Broken:
         yield "outside_vocabulary", f"{len(outside)} tokens are {where}"
     # Logits of NaN choose the same token everywhere, whatever the prompt.
     if len(set(tokens)) == 1 and count > 1 and len(tokens) >= STUCK_TOKENS:
-        broken = "the sampler, or the logits it sees, must be broken"
-        yield "stuck_sampler", f"every token of every request is {tokens[0]}: {broken}"
+        cause = "the sampler, or the logits it sees, must be broken"
+        yield "stuck_sampler", f"every token of every request is {tokens[0]}: {cause}"
     if e.first_tokens is not None and all(r.tells_tokens for r in e.requests):
         pairs = zip(e.requests, e.first_tokens, strict=True)
         if changed := sum(tuple(r.token_ids) != tuple(first) for r, first in pairs if not r.error):

@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 from experiments.lab.load.connection import Connection, Exchange, read_answer
-from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import ClientSettings
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
 from experiments.lab.measure.traces import HostUse, Served
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.cores import usable_cores
 
 OPEN_LOOP_CONNECTIONS = 64  # opened before the clock starts; an open loop opens more as it needs them
 CONNECTING = 32  # at once, so that a server's backlog holds them
@@ -250,7 +250,7 @@ class Clients:
 
     def _count(self, in_flight: int) -> int:
         """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
-        most = min(math.ceil(in_flight / STREAMS_EACH), max(1, hardware.cores() // 2))
+        most = min(math.ceil(in_flight / STREAMS_EACH), max(1, usable_cores() // 2))
         return min(self._settings.processes or most, in_flight)
 
 

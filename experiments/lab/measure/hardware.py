@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 
 from mini_infer.core.config import Device
+from mini_infer.core.cores import usable_cores
 from mini_infer.core.errors import ConfigError
 
 EIGHT_BITS = ("float8_e4m3", "int8")
@@ -131,7 +131,7 @@ def facts(device: str) -> dict[str, Any]:
     torch = _torch()
     found: dict[str, Any] = {
         "cpu": name("cpu"),
-        "cores": cores(),
+        "cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "ram_gib": host_memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -160,11 +160,6 @@ def cpu_name(cpuinfo: str) -> str:
     if found and not re.search(r"\d", found) and "cpu family" in first and "model" in first:
         found += f" (family {first['cpu family']}, model {first['model']})"
     return found
-
-
-def cores() -> int:
-    """Cores this process may use, which in a container is not what the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _driver() -> str | None:

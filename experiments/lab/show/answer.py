@@ -230,14 +230,12 @@ def _of_sweep(result: Result) -> str:
         least, most = (f"{wording.interval(values[end][1], 'x' * bool(base))} at {end}" for end in ends)
         swept, at = list(values), wording.others(info.points[values[ends[0]][0]], key)
         over = " to ".join(map(str, swept[:: len(swept) - 1 or 1])) if all(map(wording.is_number, swept)) else ""
-        what = (
-            f"{wording.titled(wording.short(name, info), at)} over {wording.setting(key)} {over or points.shown(swept)}"
-        )
-        what = (
-            _capital(what)
-            if not base or any(own.told for _, own in values.values())
-            else f"No difference is shown in {what}"
-        )
+        told = wording.titled(wording.short(name, info), at)
+        what = f"{told} over {wording.setting(key)} {over or points.shown(swept)}"
+        if base and not any(own.told for _, own in values.values()):
+            what = f"No difference is shown in {what}"
+        else:
+            what = _capital(what)
         each = f"{least} to {most}" if least != most else least
         return f"{what}: {info.variants[variant]} {each}{f', of {base}' if base else ''}."
     return "There is no answer: no valid measurement."

@@ -191,9 +191,9 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
 def _verdict(judged: Sequence[Judgement]) -> Verdict:
     """On all of them together, but for aims."""
     found = {j.verdict for j in judged if not j.claim.source.startswith(AIM)}
-    return (
-        next(iter(found)) if len(found) == 1 else Verdict.refuted if Verdict.refuted in found else Verdict.inconclusive
-    )
+    if Verdict.refuted in found:
+        return Verdict.refuted
+    return Verdict.supported if found == {Verdict.supported} else Verdict.inconclusive
 
 
 def _over(value: float | None, unit: float | None) -> float | None:
