@@ -189,7 +189,7 @@ def test_requests_are_dealt_out_evenly_and_conversations_stay_together():
 
 @pytest.mark.parametrize(("in_flight", "cpus", "expected"), [(1, 16, 1), (64, 16, 1), (256, 16, 4), (256, 4, 2)])
 def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
-    monkeypatch.setattr(client.hardware, "cores", lambda: cpus)
+    monkeypatch.setattr(client, "usable_cores", lambda: cpus)
     nobody = Target("127.0.0.1", 1, "/", "x")
     assert client.Clients(nobody, ClientSettings())._count(in_flight) == expected
     assert client.Clients(nobody, ClientSettings(processes=3))._count(in_flight) == min(3, in_flight)
