@@ -169,11 +169,13 @@ class Calibrate(Experiment):
         self, engine: LLMEngine, loads: dict[str, list[Arrival]], name: str, rows: list[StepRow], steps: Steps
     ) -> None:
         rng = np.random.default_rng([self.settings.seed, PASSES.index(name)])
+        begin = None
         for load, arrivals in loads.items():
             steps.next(f"{load}, {name}")
             engine.core.reset()
             records = _serve(engine, arrivals, rng)
-            rows += step_rows(name, load, Served((), records[0].start_time, records[-1].end_time, tuple(records)))
+            begin = records[0].start_time if begin is None else begin
+            rows += step_rows(name, load, Served((), begin, records[-1].end_time, tuple(records)))
 
     def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
         overlap = self._layout(hardware.resolve(self.device)).overlap
@@ -198,7 +200,8 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
             slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
             prompts = row.num_prefilling + bool(row.prefill_tokens)
-            found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0))
+            end_s = row.start_s + row.duration_s
+            found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0, end_s))
     return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]
 
 

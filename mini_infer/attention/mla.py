@@ -39,6 +39,7 @@ from mini_infer.attention.context import AttentionBatch, ModelAttention, UpProje
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionChoice, MLAForm
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.pinned import to_device
 
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
 EXPANDED_BYTES = 256 * 2**20  # of latents, keys and values at a time; or one head's of one row
@@ -217,14 +218,14 @@ def _some_rows(batch: AttentionBatch, chosen: np.ndarray) -> tuple[AttentionBatc
     """Some of the rows, which are of one kind, as a batch of their own, and where their tokens are in the whole."""
     starts, device = batch.host_query_starts, batch.positions.device
     counts = np.full(batch.num_rows, batch.decode_query_len) if starts is None else np.diff(starts)
-    tokens = torch.from_numpy(np.flatnonzero(np.repeat(chosen, counts))).to(device)
-    rows = torch.from_numpy(np.flatnonzero(chosen)).to(device)
+    tokens = to_device(np.flatnonzero(np.repeat(chosen, counts)), device)
+    rows = to_device(np.flatnonzero(chosen), device)
     own_starts = np.concatenate(([0], np.cumsum(counts[chosen])))
     own = AttentionBatch.of_rows(
         batch.positions[tokens],
         batch.slot_mapping[tokens],
         batch.block_tables[rows],
-        torch.from_numpy(own_starts).int().to(device),
+        to_device(own_starts.astype(np.int32), device),
         batch.seq_lens[rows],
         num_decode_rows=len(rows) if batch.num_decode_rows else 0,
         host_query_starts=own_starts,
@@ -332,7 +333,7 @@ class _ExpandedHeads:
         used = np.arange(counts.max()) < counts[:, None]  # [R, blocks of the longest]
         places = np.flatnonzero(used)
         own = np.minimum(np.cumsum(used.ravel()).reshape(used.shape) - 1, self.num_blocks - 1)
-        self._blocks = tables[:, : used.shape[1]].flatten()[torch.from_numpy(places).to(self.device)]
+        self._blocks = tables[:, : used.shape[1]].flatten()[to_device(places, self.device)]
         up = _up(attention)
         num_heads, dtype = up.weights[0].shape[0], up.weights[0].dtype
         latent, head = (self.num_blocks * self.block_size * size for size in _token_bytes(up))
@@ -341,7 +342,7 @@ class _ExpandedHeads:
         shape = self.num_blocks, self.block_size, self.at_once
         self._keys = torch.empty(*shape, up.head_dim, dtype=dtype, device=self.device)
         self._values = torch.empty(*shape, up.value_dim, dtype=dtype, device=self.device)
-        self.batch = batch._replace(block_tables=torch.from_numpy(own).int().to(self.device))
+        self.batch = batch._replace(block_tables=to_device(own.astype(np.int32), self.device))
 
     def gathered(self, layer: int) -> Tensor:
         """The latents of all blocks, [num_blocks * block_size, rank + rope_dim]."""

@@ -18,6 +18,7 @@ from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabi
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import PagedHeads
 from mini_infer.kernels.limits import AttentionLimits
+from mini_infer.kernels.pinned import to_device
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, q -> as AttentionStep, of some of the rows
 
@@ -53,12 +54,12 @@ class SdpaBackend(AttentionBackend):
             return _in_order([(len(positions) * n, self._decode_rows(positions, tables, seq_lens, attention))])
         parts = []
         for rows in groups:
-            index = torch.from_numpy(rows).to(device)
+            index = to_device(rows, device)
             attend = self._decode_rows(positions[index], tables[index], seq_lens[rows], attention)
             parts.append((len(rows) * n, attend))
         in_order = _in_order(parts)
         places = np.concatenate([(rows[:, None] * n + np.arange(n)).ravel() for rows in groups])
-        order, inverse = torch.from_numpy(places).to(device), torch.from_numpy(np.argsort(places)).to(device)
+        order, inverse = to_device(places, device), to_device(np.argsort(places), device)
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
             result = in_order(layer, q[order])[inverse]

@@ -9,15 +9,18 @@ for each of the row that looks furthest, since whoever computes that one goes fr
 have nothing to do. Each row beside prompts takes something more, since its attention is computed apart, and so does
 each block that kernels push to another engine meanwhile: products wait for processors that these hold. What experts,
 quantized products and collectives take grows with the tokens, too, however unevenly (each token chooses some experts,
-until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine.
+until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine. A GPU that goes
+on computing prompts draws more power than it is allowed, and its clock falls: each of their tokens takes longer then.
 
     device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + expand_s * prompts' context
              + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
+             + throttled_s * tokens * heat
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -59,6 +62,7 @@ class Work(NamedTuple):
     prompt_context: int
     prompt_pairs: int
     pushed_blocks: int = 0  # to other engines, beside it
+    heat: float = 0.0  # of the device as it begins
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
@@ -76,10 +80,41 @@ class Work(NamedTuple):
         return cls(rows, 0, context, 0, 0, 0)
 
 
+class Heat:
+    """What share of its last moments a device has spent on computing prompts, from 0 to 1: a mean over time, to which
+    what lies `settles_s` back counts by 1/e. Of a step that is the part beyond `reading_s`, in which it waits for
+    weights.
+
+    Args:
+        settles_s: 0 where it makes no difference, and it is always 0.
+    """
+
+    def __init__(self, settles_s: float, reading_s: float) -> None:
+        self._settles_s, self._reading_s = settles_s, reading_s
+        self._share, self._told_at = 0.0, -math.inf
+
+    def at(self, moment: float) -> float:
+        """Where it has computed no prompt since the last one."""
+        if not self._share:
+            return 0.0
+        return self._share * math.exp(min(0.0, self._told_at - moment) / self._settles_s)
+
+    def add(self, begin: float, seconds: float) -> None:
+        """A step with prompts in it."""
+        if self._settles_s and seconds > 0:
+            kept = math.exp(-seconds / self._settles_s)
+            computing = max(0.0, 1 - self._reading_s / seconds)
+            self._share, self._told_at = self.at(begin) * kept + computing * (1 - kept), begin + seconds
+
+
 class StepCosts(Protocol):
     """Seconds of a step."""
 
     def device_s(self, work: Work) -> float: ...
+
+    def heat(self, stages: int) -> Heat:
+        """Of a device that has done nothing so far, and does so much of each step."""
+        ...
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         """`device_s` of steps of these rows alone, one that attends to each of so many slots."""
@@ -130,6 +165,8 @@ class FittedCosts:
     push_block_s: float = 0.0
     expand_s: float = 0.0
     held_block_s: float = 0.0
+    throttled_s: float = 0.0
+    settles_s: float = 0.0  # of Heat
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
@@ -138,7 +175,11 @@ class FittedCosts:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.expand_s * work.prompt_context + self.beside_s * work.decode_tokens
             attention += self.held_block_s * work.pushed_blocks
-        return curve(work.decode_tokens + work.prompt_tokens) + attention
+        tokens = work.decode_tokens + work.prompt_tokens
+        return curve(tokens) + attention + self.throttled_s * tokens * work.heat
+
+    def heat(self, stages: int) -> Heat:
+        return Heat(self.settles_s, self.decode.seconds[0] / stages)
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         alone, slot_s = self.decode(rows), self.slot_s
@@ -156,5 +197,5 @@ class FittedCosts:
     def slower(self, times: float) -> FittedCosts:
         """Of a device that takes so many times as long; the host and its links are the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
-        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, "held_block_s")}
+        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, "held_block_s", "throttled_s")}
         return replace(self, decode=decode, prompts=prompts, **of_device)

@@ -77,6 +77,7 @@ class SimulatedExecutor(Executor):
     ) -> None:
         self.costs, self.limits, self.clock, self.overlap, self.stages = costs, limits, clock, overlap, stages
         self._free_at = [0.0] * stages
+        self._heat = costs.heat(stages)  # of each stage alike
         self._in_stages: deque[SimulatedStep] = deque(maxlen=stages)
         self._acceptance = None if acceptance is None else Acceptance(acceptance)
         self._copies: deque[tuple[float, int]] = deque()  # (end, transfer id), one after the other
@@ -95,10 +96,10 @@ class SimulatedExecutor(Executor):
             begin = max(self._link_free_at, end, self._free_at[0])
             self._link_free_at = begin + self.costs.push_s(plan.num_blocks_pushed)
         if plan.req_indices:
-            share = self.costs.device_s(Work.of(plan)) / self.stages
             if self.stages > 1:  # the first one waits for tokens of the last one
                 own = set(plan.req_indices)
                 end = max([end, *(step.end for step in self._in_stages if not own.isdisjoint(step.sampling))])
+            share = self._device_s(Work.of(plan), max(end, self._free_at[0])) / self.stages
             for stage, free_at in enumerate(self._free_at):
                 self._free_at[stage] = end = max(free_at, end) + share
         accepted = None if self._acceptance is None else self._acceptance.of(plan)
@@ -106,6 +107,13 @@ class SimulatedExecutor(Executor):
         if self.stages > 1:
             self._in_stages.append(self._last)
         return self._last
+
+    def _device_s(self, work: Work, begin: float) -> float:
+        if not work.prompt_tokens:
+            return self.costs.device_s(work)
+        seconds = self.costs.device_s(work._replace(heat=self._heat.at(begin)))
+        self._heat.add(begin, seconds / self.stages)
+        return seconds
 
     def look_ahead(self, ends: list[float], rows: int, contexts: range) -> None:
         """Adds to `ends` when the next steps would end if all were of these rows alone, each of which attends to so

@@ -76,6 +76,27 @@ def shape(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.cuda.empty_cache()
 
 
+def test_to_launch_a_step_waits_for_nothing(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are under way included: what waits for them in the middle of a launch tells their tokens late."""
+    engine = make(shape)
+    engine.generate(prompts(12), params(12))  # whatever compiles may wait
+    launch, launched = engine.executor.launch, []
+
+    def watched(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched.append(plan.num_prefill_tokens)
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine.executor, "launch", watched)
+    engine.generate(prompts(12), params(12))
+    engine.close()
+    assert any(launched)
+    assert not all(launched)
+
+
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
     """Share of requests that gave the very same tokens. In bf16 two orders of a sum may tip a close choice."""
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)

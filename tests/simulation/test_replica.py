@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,10 +75,31 @@ def test_a_row_beside_a_prompt_takes_longer() -> None:
     assert first.token_times[1] - first.token_times[0] == pytest.approx(step, rel=1e-12)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_prompt_takes_longer_where_the_device_has_just_computed_another(skips: bool) -> None:
+    """Chunks of 64 tokens, one after the other, 20 steps of one row, and a prompt again."""
+    costs = replace(COSTS, throttled_s=1e-4, settles_s=0.05)
+    engine = replica(overlap=False, skips=skips, costs=costs)
+    first = engine.add("a", range(128), 21, now=0.0)
+    finished(engine)
+    chunk, host = 5e-3 + 63 / 1999 * 45e-3, 2e-4 + 1e-6
+    cold = chunk + 64e-6 + 64 * 65 / 2 * 1e-10
+    kept = math.exp(-cold / 0.05)
+    heat = (1 - 4e-3 / cold) * (1 - kept) * math.exp(-host / 0.05)
+    warm = chunk + 128e-6 + (64 * 64 + 64 * 65 / 2) * 1e-10 + 1e-4 * 64 * heat
+    assert first.token_times[0] == pytest.approx(2 * host + cold + warm, rel=1e-12)
+    last, begin = first.token_times[-1], engine.clock.now
+    second = engine.add("b", range(200, 264), 1, now=begin)
+    finished(engine)
+    share = heat * math.exp(-warm / 0.05) + (1 - 4e-3 / warm) * (1 - math.exp(-warm / 0.05))
+    cooled = share * math.exp(-(last + host - first.token_times[0]) / 0.05)
+    assert second.token_times[0] - begin == pytest.approx(host + cold + 1e-4 * 64 * cooled, rel=1e-12)
+
+
 def test_a_slower_device_has_the_same_host() -> None:
-    own = replace(COSTS, push_block_s=2e-5, expand_s=1e-6, held_block_s=1e-5)
+    own = replace(COSTS, push_block_s=2e-5, expand_s=1e-6, held_block_s=1e-5, throttled_s=1e-5, settles_s=0.1)
     slower, rows = own.slower(3.0), range(1000, 1100, 7)
-    for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 1200, 20_000, 12)):
+    for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 1200, 20_000, 12, heat=0.7)):
         assert slower.device_s(work) == pytest.approx(3 * own.device_s(work), rel=1e-12)
     assert slower.rows_s(7, rows) == pytest.approx([3 * seconds for seconds in COSTS.rows_s(7, rows)], rel=1e-12)
     assert (slower.host_s(5), slower.copy_s(5), slower.push_s(5)) == (COSTS.host_s(5), COSTS.copy_s(5), 1e-4)

@@ -29,7 +29,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.modeling.spec import ModelSpec, MoESpec
-from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, StepCosts, Work, require_simulated
+from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, Heat, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
@@ -106,7 +106,7 @@ class CostFile:
     measured: str  # date
     how: str
     costs: FittedCosts
-    left_out: int = 0  # steps that the fit took for hiccups
+    left_out: int = 0  # steps that are far off, and hardly counted
     # By kind of step, of steps that the fit has not seen.
     residuals: dict[str, Residuals] = field(default_factory=dict)
     held: str = ""  # where held_block_s is from: an engine alone, which is calibrated, pushes nothing
@@ -211,6 +211,9 @@ class Watched:
         self.beyond += tokens > (self._most_tokens if work.prompt_tokens else self._most_rows)
         return self.fitted.device_s(work)
 
+    def heat(self, stages: int) -> Heat:
+        return self.fitted.heat(stages)
+
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         self.asked += len(contexts)
         self.beyond += len(contexts) * (rows > self._most_rows)
@@ -247,6 +250,9 @@ class Roofline:
         )
         return roofline.floor(self._costs.of(done), self._ceilings).seconds
 
+    def heat(self, stages: int) -> Heat:
+        return Heat(0.0, 0.0)
+
     def rows_s(self, rows: int, contexts: range) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
@@ -273,7 +279,7 @@ def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
     decode = shared(alone.decode, lambda tokens: Work.decode(tokens, 0))
     prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0, 0))
     read = target.block_bytes / target.rank_block_bytes
-    shares = {**dict.fromkeys(ATTENTION, parallel.tensor), "slot_s": read, "held_block_s": read}
+    shares = {**dict.fromkeys((*ATTENTION, "throttled_s"), parallel.tensor), "slot_s": read, "held_block_s": read}
     attention = {name: getattr(alone, name) / share for name, share in shares.items()}
     return replace(alone, decode=decode, prompts=prompts, **attention)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lab.measure.traces import StepRow
-from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, StepCosts, Work
+from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, Heat, Work
 
 MOST_KNOTS = 24  # of a curve
 OUTLIERS = 5.0  # times the median error: a step that is further off met something else than its work
 MIN_STEPS = 20  # of each kind, for a fit
+ROUNDS = 8  # of least squares, until steps that are far off hardly count
+SMALLEST_ERROR = 0.01  # that weighs a step less: below it errors are noise
+SETTLES_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # of a device's heat: what is tried
 
 Array = NDArray[np.float64]
 
@@ -25,6 +28,7 @@ class MeasuredStep(NamedTuple):
     rows: int
     device_s: float
     host_s: float
+    end_s: float = math.inf  # on one clock for all; where it is not known, the device is cool again by then
 
 
 def device_seconds(rows: Sequence[StepRow], overlap: bool) -> list[float]:
@@ -52,8 +56,7 @@ class Residuals:
 @dataclass(frozen=True)
 class Fit:
     costs: FittedCosts
-    left_out: int  # steps that met something else than their work
-    residuals: dict[str, Residuals] = field(default_factory=dict)  # by kind of step, of those that the fit has seen
+    left_out: int  # steps that met something else than their work: they hardly count
 
 
 KINDS: dict[str, Callable[[Work], bool]] = {
@@ -63,36 +66,47 @@ KINDS: dict[str, Callable[[Work], bool]] = {
 
 
 def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0) -> Fit:
-    """The costs that come nearest to all steps alike, whatever they take: least squares of relative errors, with no
-    cost below zero. ValueError where there are too few steps of a kind."""
+    """The costs that come nearest to all steps alike, whatever they take: least absolute relative errors, with no cost
+    below zero. The steps are in their order. ValueError where there are too few of a kind."""
     steps = [step for step in steps if step.device_s > 0]
     for kind, is_kind in KINDS.items():
         count = sum(is_kind(step.work) for step in steps)
         if count < MIN_STEPS:
             raise ValueError(f"{count} steps of the kind {kind!r} are too few for a fit, which takes {MIN_STEPS}")
-    costs = _fit(steps, block_s)
-    errors = np.abs(_errors(costs, steps))
-    near = errors <= max(OUTLIERS * float(np.median(errors)), 0.1)
-    kept = [step for step, is_near in zip(steps, near.tolist(), strict=True) if is_near]
-    costs = _fit(kept, block_s)
-    return Fit(costs, len(steps) - len(kept), residuals(costs, kept))
+    tried = [_fit(steps, block_s, settles_s) for settles_s in SETTLES_S]
+    costs, errors = min(tried, key=lambda one: float(one[1].mean()))
+    far = errors > max(OUTLIERS * float(np.median(errors)), 0.1)
+    return Fit(costs, int(far.sum()))
 
 
-def residuals(costs: StepCosts, steps: Sequence[MeasuredStep]) -> dict[str, Residuals]:
-    found = {}
+def residuals(costs: FittedCosts, steps: Sequence[MeasuredStep]) -> dict[str, Residuals]:
+    found, heats = {}, _heated(steps, costs.heat(1))
+    works = [step.work._replace(heat=heat) for step, heat in zip(steps, heats.tolist(), strict=True)]
+    errors = np.array([costs.device_s(work) / step.device_s - 1 for work, step in zip(works, steps, strict=True)])
+    seconds = np.array([step.device_s for step in steps])
     for kind, is_kind in KINDS.items():
-        if own := [step for step in steps if is_kind(step.work)]:
-            errors, seconds = _errors(costs, own), np.array([step.device_s for step in own])
-            median, p90 = np.percentile(np.abs(errors), [50, 90])
-            found[kind] = Residuals(len(own), float(median), float(p90), float(errors @ seconds / seconds.sum()))
+        own = np.array([is_kind(work) for work in works])
+        if own.any():
+            median, p90 = np.percentile(np.abs(errors[own]), [50, 90])
+            bias = float(errors[own] @ seconds[own] / seconds[own].sum())
+            found[kind] = Residuals(int(own.sum()), float(median), float(p90), bias)
     return found
 
 
-def _errors(costs: StepCosts, steps: Sequence[MeasuredStep]) -> Array:
-    return np.array([costs.device_s(step.work) / step.device_s - 1 for step in steps])
+def _heated(steps: Sequence[MeasuredStep], heat: Heat) -> Array:
+    """[N] that of the device as each step with prompts begins; 0 of rows alone."""
+    found = []
+    for step in steps:
+        begin = step.end_s - step.device_s
+        found.append(heat.at(begin) if step.work.prompt_tokens else 0.0)
+        if step.work.prompt_tokens:
+            heat.add(begin, step.device_s)
+    return np.array(found)
 
 
-def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
+def _fit(steps: Sequence[MeasuredStep], block_s: float, settles_s: float) -> tuple[FittedCosts, Array]:
+    """And how far each step is from them, as a share of what they say: of what was measured, one that was told too
+    short would count for a hundred others."""
     seconds = np.array([step.device_s for step in steps])
     work = np.array([step.work for step in steps], dtype=float)
     tokens, with_prompts = work[:, 0] + work[:, 1], work[:, 1] > 0
@@ -102,16 +116,48 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     knots = [_knots(tokens[~with_prompts]), np.union1d(_knots(alone if alone.size else tokens[with_prompts]), [most])]
     curves = zip(knots, (~with_prompts, with_prompts), strict=True)
     columns = [_rises(tokens, own) * of_kind[:, None] for own, of_kind in curves]
-    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts])
-    solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
+    fewest = ~with_prompts & (tokens == tokens[~with_prompts].min())
+    heats = _heated(steps, Heat(settles_s, float(np.median(seconds[fewest]))))
+    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts, heats * tokens])
+    solution, errors = _least_absolute(matrix, seconds, _typical(tokens, with_prompts, seconds))
+    attention, throttled_s = solution[-6:-1].tolist(), float(solution[-1])
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
-        for own, rise in zip(knots, np.split(solution[:-5], [len(knots[0])]), strict=True)
+        for own, rise in zip(knots, np.split(solution[:-6], [len(knots[0])]), strict=True)
     )
-    attention = dict(zip(ATTENTION, solution[-5:].tolist(), strict=True))
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
-    return FittedCosts(decode, prompts, plan_s=plan_s, row_s=row_s, block_s=block_s, **attention)
+    costs = FittedCosts(
+        decode,
+        prompts,
+        **dict(zip(ATTENTION, attention, strict=True)),
+        plan_s=plan_s,
+        row_s=row_s,
+        block_s=block_s,
+        throttled_s=throttled_s,
+        settles_s=settles_s if throttled_s else 0.0,
+    )
+    return costs, errors
+
+
+def _typical(tokens: Array, with_prompts: NDArray[np.bool_], seconds: Array) -> Array:
+    """[N] the median of the steps of a kind with about as many tokens."""
+    alike = 2 * np.round(3 * np.log2(tokens)) + with_prompts
+    medians = {each: float(np.median(seconds[alike == each])) for each in np.unique(alike).tolist()}
+    return np.array([medians[each] for each in alike.tolist()])
+
+
+def _least_absolute(matrix: Array, target: Array, scale: Array) -> tuple[Array, Array]:
+    """No x is below 0; and the errors, as shares of `matrix @ x`. `scale`: about that, to begin with. By least squares
+    again and again, each row weighed by one over its last error (Holland and Welsch 1977, "Robust regression using
+    iteratively reweighted least-squares")."""
+    weights = np.ones(len(target))
+    for _ in range(ROUNDS):
+        x = nonnegative(matrix * (weights / scale)[:, None], target * weights / scale)
+        scale = np.maximum(matrix @ x, 1e-9)
+        errors = np.abs(target / scale - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, SMALLEST_ERROR))
+    return x, errors
 
 
 def _knots(tokens: Array) -> Array:

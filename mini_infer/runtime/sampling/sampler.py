@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.kernels.ops import Kernels
+from mini_infer.kernels.pinned import to_device
 from mini_infer.kernels.sampling.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.runtime.sampling.adjust import ALWAYS, Adjustment, Adjustments, adjust, padded
 from mini_infer.runtime.sampling.logprobs import Logprobs, Wanted, report
@@ -186,10 +187,7 @@ class Sampler:
         return Wanted(None if len(rows) == len(num_top) else self._send(rows), rows.tolist(), num_top[rows].tolist())
 
     def _send(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array.copy())  # columns of a record array have strides that torch refuses
-        if self.device.type == "cuda":  # a copy from pageable memory would wait for the stream
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return to_device(array, self.device)
 
 
 def make_sampler(max_num_seqs: int, vocab_size: int, device: torch.device, kernels: Kernels) -> Sampler:

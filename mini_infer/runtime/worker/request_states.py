@@ -28,6 +28,7 @@ from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
+from mini_infer.kernels.pinned import to_device
 from mini_infer.kernels.rows import PACKED, GatheredRows
 from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
 
@@ -82,15 +83,8 @@ class RequestStates:
 
     def send(self, *arrays: IntArray | NDArray[np.bool_]) -> list[Tensor]:
         """The arrays as int32 tensors on the device, in one copy, which nobody waits for."""
-        joined = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
-        if self.device.type == "cuda":
-            joined = self._copy(joined, torch.empty(len(joined), dtype=torch.int32, device=self.device))
+        joined = to_device(np.concatenate(arrays).astype(np.int32, copy=False), self.device)
         return list(joined.split([len(array) for array in arrays]))
-
-    def _copy(self, numbers: Tensor, target: Tensor) -> Tensor:
-        if target.is_cuda:  # torch keeps page-locked memory for its next user until this copy is done
-            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers)
-        return target.copy_(numbers, non_blocking=True)
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
@@ -206,7 +200,7 @@ class RequestStates:
             row_of[packed[0, :n]] = np.arange(n)
             rows = row_of[list(req_indices)]
             packed[3, rows], packed[4, rows] = columns, [taken[0] for taken in blocks]
-        self._copy(torch.from_numpy(packed), self._packed_rows(num_rows))
+        to_device(packed, self.device, out=self._packed_rows(num_rows))
 
     def _packed_rows(self, num_rows: int) -> Tensor:
         """[PACKED, num_rows] int32, always at the same place. Views are kept: to make one takes the host a while."""
