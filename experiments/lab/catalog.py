@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
@@ -17,6 +17,9 @@ from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model_files import local_folder, safetensors_files
+
+if TYPE_CHECKING:
+    from experiments.lab.typed import Settled
 
 POINTS = "experiment.points."
 LEFT_OUT = "~experiment.variants."
@@ -115,28 +118,35 @@ Examples
 --hydra-help tells about Hydra's own flags."""
 
 
-def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
-    """What a run would measure. Raises ConfigError as a run would; Hydra's own errors come as they are."""
+def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
+    """The config of a run. Raises ConfigError as a run would; Hydra's own errors come as they are."""
     from hydra import compose, initialize_config_dir
 
-    from experiments.lab import points, typed
-    from experiments.lab.ablation_spec import ABLATION, require_files
-    from experiments.lab.measure.kinds import Kind
-    from experiments.lab.spec import PREDICTED
-    from experiments.lab.store import result as store
+    from experiments.lab import typed
 
     conf = root / "conf"
     require_known("unknown experiment", [experiment], names(conf))
     schema.register(conf, experiment)
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        settled = typed.settle(compose("config", overrides=given), experiment, given)
-    require_files(settled.config)
-    chosen = schema.experiment_class(settled.config).from_config(settled.config).spec  # refuses what a run refuses
-    config, spec = settled.config, schema.plain(settled.config.experiment)
+        return typed.settle(compose("config", overrides=given), experiment, given)
+
+
+def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
+    """What a run would measure. Raises as `settled`."""
+    from experiments.lab import points
+    from experiments.lab.ablation_spec import ABLATION, require_files
+    from experiments.lab.measure.kinds import Kind
+    from experiments.lab.spec import PREDICTED
+    from experiments.lab.store import result as store
+
+    run = settled(experiment, overrides, root)
+    require_files(run.config)
+    chosen = schema.experiment_class(run.config).from_config(run.config).spec  # refuses what a run refuses
+    config, spec = run.config, schema.plain(run.config.experiment)
     of_one_system = ("baseline", "variants", "metrics", "claims")
     spec |= {name: getattr(chosen, name) for name in of_one_system if name in spec}
-    axes, measure, model = settled.axes, config.measure, config.engine.model
+    axes, measure, model = run.axes, config.measure, config.engine.model
     grid = points.grid(spec.get("points") or {})
     variants = {name: own for name, own in (spec.get("variants") or {}).items() if not name.endswith(PREDICTED)}
     scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))
@@ -158,7 +168,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
             count = min(measure.processes if (own := within(kind)) is None else own, measure.processes)
             lines.append(f"peer      {name}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
-    lines += [f"note      {note}" for note in settled.notes]
+    lines += [f"note      {note}" for note in run.notes]
     lines.append(f"memory    {_memory(config.engine, len(variants) if spec.get('keep_engines') else 1)}")
     passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):

@@ -92,6 +92,17 @@ def trace(arguments: Sequence[str], root: Path) -> None:
     print(f"{path}: {count:,} events. Open it in ui.perfetto.dev or chrome://tracing.")
 
 
+def predict(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("predict", root / "results")
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("override", nargs="*", help="workload.path=FILE, where the run's trace lies elsewhere now")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab.predict import again
+    from experiments.lab.store import runs
+
+    print(again(runs.find(chosen.results, chosen.run), chosen.override, root))
+
+
 COMMANDS: dict[str, Command] = {
     "list": Command("", "the experiments, with their scales and questions", list_experiments),
     "show": Command("EXPERIMENT [key=value ...]", "what a run would measure, and how long the last one took", show),
@@ -100,6 +111,11 @@ COMMANDS: dict[str, Command] = {
         "A B | A --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
     ),
     "stale": Command("", "results whose code or question has changed since they were measured", stale),
+    "predict": Command(
+        "RUN [workload.path=FILE]",
+        "the predictions of a stored run anew, by the costs of today",
+        predict,
+    ),
     "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
 }
 

@@ -16,6 +16,7 @@ from documented import ROOT, Command, blocks, commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from small_runs import DRY, FEW
 
 from experiments import soak
 from experiments.lab import catalog, schema, typed
@@ -41,6 +42,7 @@ READERS = {
     "NAME": "prefix_cache",
     "A": "measure/mine/h200/default",
     "B": "measure/mine/h200/max_num_seqs=64",
+    "RUN": "simulator",
     "trial/results": "results",
     "experiment=glob(*)": "experiment=kv_memory",  # test_lab_configs.py composes every one
     "HEAD~3": "HEAD",  # a shallow clone has no more
@@ -123,6 +125,12 @@ def run(
             options = {"trace": ["--out", "trace.json"], "report": report}.get(words[0], [])
             if words[0] in ("trace", "compare", "stale") and not {"--results", "--rev"} & set(words):
                 options += ["--results", "results"]
+            if words[0] == "predict":  # of a run whose steps take what the dry model's do
+                few = [*DRY, *FEW, "experiment.points.load=[burst]", "measure.processes=1", "measure.gates=false"]
+                results = Path("predicted").absolute()
+                places = [f"paths.results={results}", f"paths.reports={results}/reports", "paths.run=default"]
+                assert run_py("experiment=simulator", *few, *places) == 0
+                options += ["--results", str(results)]
             assert run_py(*words, *options) == 0
             return
         catalog.require_setting(words[0], CONF)

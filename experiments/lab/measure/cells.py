@@ -133,15 +133,15 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         warm_up(cell, inputs, lent)
         if inputs.prime:
             lent.serve(inputs.prime, 1)
-        before = tuple(lent.served)
+        before, watched = tuple(lent.served), cell.kind is not Kind.simulated  # whose clock is its own
         gc.collect()
-        speed = watch.before()
+        speed = watch.before() if watched else None
         try:
             served = lent.serve(inputs.measured, cell.workload.in_flight)
         except CutOff as stop:
-            stop.begun = Pass(stop.served, watch.after(speed), inputs.measured, before)
+            stop.begun = Pass(stop.served, watch.after(speed) if speed else Drift(), inputs.measured, before)
             raise
-        drift = watch.after(speed)
+        drift = watch.after(speed) if speed else Drift()
         if cell.workload.has_ramps:
             served = served.without_ramps()
         return Pass(replace(served, joules=drift.joules), drift, inputs.measured, before)

@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -236,7 +236,7 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         **of_one,
         status=status,
         error=error,
-        notes=[*notes, *_notes(found)],
+        notes=[*notes, *said({f.processes[0].index: f.notes for f in found})],
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
         points=list(visited.values()) or None,
         processes=[about for f in found if f.rows for about in f.processes],
@@ -252,10 +252,10 @@ def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException
     return f"incomplete: {told}; {len(found) - len(wrong)} of {planned} {OF_PROCESSES}", wrong[0][1].error
 
 
-def _notes(found: Sequence[Findings]) -> list[str]:
-    """What all processes say is said once; else it stands with its process."""
-    said: dict[str, list[str]] = {}
-    for f in found:
-        for note in dict.fromkeys(f.notes):
-            said.setdefault(note, []).append(str(f.processes[0].index + 1))
-    return [note if len(who) == len(found) else f"Process {', '.join(who)}: {note}" for note, who in said.items()]
+def said(notes: Mapping[int, Sequence[str]]) -> list[str]:
+    """Notes by process. What all say is said once; else it stands with its process."""
+    by: dict[str, list[str]] = {}
+    for process, own in notes.items():
+        for note in dict.fromkeys(own):
+            by.setdefault(note, []).append(str(process + 1))
+    return [note if len(who) == len(notes) else f"Process {', '.join(who)}: {note}" for note, who in by.items()]

@@ -1,0 +1,139 @@
+"""A stored run's predictions, made anew of what steps are known to take today. What was measured stays as it is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from experiments.lab import catalog, schema
+from experiments.lab.ablation_spec import ABLATION, require_files
+from experiments.lab.judge import prediction
+from experiments.lab.measure import processes
+from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.points import flat, keys, within
+from experiments.lab.show import grids
+from experiments.lab.show.progress import Steps
+from experiments.lab.spec import PREDICTED, STEPS
+from experiments.lab.store import provenance, runs
+from experiments.lab.store import result as store
+from experiments.lab.store.rows import Row, from_plain
+from mini_infer.core.errors import ConfigError
+
+TRACE = "workload.path"  # a file that may lie elsewhere by now: the hash of what was in it is stored
+ASKED = (*keys("experiment", "variants points metrics slo search baseline"),
+         *keys("measure", "processes repeats seed"))  # fmt: skip
+TURN = ("process", "repeat")  # of a row; what is told of one pass alone has neither
+ANEW = "Predicted anew on "
+OF_PREDICTIONS = re.compile(  # notes, behind the process that they are of
+    rf"{ANEW}|What simulated steps take: |Of \d+ predictions |Predictions that missed by |"
+    r"\d+ more could not be compared|[\d.]+% of the simulated steps lie beyond "
+)
+
+
+def again(path: Path, overrides: Sequence[str], root: Path) -> str:
+    """Replaces the files of the run of that JSON, and says what has become of its errors. `root`: run.py's folder.
+
+    Raises ConfigError or StoreError where it has no predictions, asks something else today, or its trace is not there;
+    its files are as they were then."""
+    before = store.read(path)
+    info, remarks = before.info, path.with_name(path.name.removesuffix(".json") + store.REMARKS)
+    place, names = store.run_path(info), [name for name in info.variants if name.endswith(PREDICTED)]
+    results = path.resolve().parents[len(place.parts) - 1]
+    if path.resolve() != results / place.parent / f"{info.run}.json":
+        raise ConfigError(f"{path} is not where its run is stored: move its files to {place.parent} in a folder")
+    if not names or info.status != store.COMPLETE or info.config["experiment"]["_target_"] != ABLATION:
+        problem = f"is {info.status}" if names else "has no predictions beside what was measured"
+        raise ConfigError(f"{place} {problem}: measure it again, with measure.predict=true")
+    config = _composed(info, overrides, root)
+    experiment = schema.experiment_class(config).from_config(config)
+    if gone := [name.removesuffix(PREDICTED) for name in names if name not in experiment.variants]:
+        raise ConfigError(f"{place}: nothing is predicted of {', '.join(gone)} today: measure it again")
+    own = {name: {**experiment.spec.variants[name], "label": info.variants[name]} for name in names}
+    with open_dict(config):
+        config.experiment.update({"variants": own, "baseline": names[0], "claims": []})
+        config.measure.update({"predict": False, "gates": False, "aa": schema.Again.never})
+    with Steps(info.experiment) as steps:
+        found = processes.measure(config, steps)
+    if found.error is not None:
+        raise found.error
+    _require_same(info, "workload.", info.workload, {**info.workload, **found.workload}, info.workload)
+    visited = {*info.points, *(point.name for point in found.points or ())}
+    points = {point.name: dict(point.values) for point in experiment.points if point.name in visited}
+    info = replace(info, points=points, peers={**info.peers, **found.peers})
+    if lost := [name for name in grids.predictions_of(before.info) if name not in grids.predictions_of(info)]:
+        source = info.peers[lost[0]][0][STEPS]  # which says how to measure them
+        raise ConfigError(f"{place}: today steps of {lost[0].removesuffix(PREDICTED)} would take {source}")
+    every = [name for name, _ in store.TABLES.values() if getattr(before, name)]  # older results have fewer tables
+    tables: dict[str, Any] = {name: _replaced(getattr(before, name), getattr(found, name), names) for name in every}
+    info = replace(info, notes=_notes(info, found.notes, tables["rows"], root))
+    lines = [f"removed  {remarks}, which was about the predictions before"] if remarks.exists() else []
+    with runs.exclusive(results):
+        store.write(results, replace(before, info=info, **tables))
+    told = [grids.misses_in_words(result) or "no claim asks for errors" for result in (before, store.read(path))]
+    told = [f"{when:<7}  {words}" for when, words in zip(("before", "after"), told, strict=True)]
+    return "\n".join([*told, f"results  {path}", *lines, "Its page is still as before: run `python run.py report`"])
+
+
+def _composed(info: store.RunInfo, overrides: Sequence[str], root: Path) -> DictConfig:
+    """The config of its command as it is made today, on the machine that measured, whichever this is."""
+    if other := [one for one in overrides if not one.startswith(f"{TRACE}=")]:
+        raise ConfigError(f"{other[0]}: all is as it was measured; {TRACE}=FILE alone may say where its trace lies now")
+    typed = [one for one in shlex.split(info.provenance.command)[2:] if one not in schema.SHORT]
+    known = ("experiment", *([TRACE] if overrides else []))
+    typed = [*(one for one in typed if one.partition("=")[0] not in known), *overrides]
+    config = catalog.settled(info.experiment, typed, root).config
+    then, now = (flat(store.plain(of)) for of in (info.config, schema.plain(config)))
+    # A new setting is as it was without; and defaults of the engine may be others today.
+    of_load = [key for key in then if key.startswith("workload.") and key != TRACE]
+    asked = [key for key in {**then, **now} if within(key, ASKED) and not key.endswith(".label")]
+    _require_same(info, "", then, now, [*of_load, *asked])
+    try:
+        require_files(config)
+    except ConfigError as why:
+        raise ConfigError(f"{why}. Say where it lies now: python run.py predict RUN {TRACE}=FILE") from None
+    values = {key: value for key, value in then.items() if key.startswith("engine.") and now.get(key) != value}
+    machine = info.provenance.device
+    if not info.on_gpu and config.measure.threads is None:
+        values["measure.threads"] = machine["torch_threads"]
+    if not config.hardware.machine:
+        ceilings = [asdict(from_plain(Ceilings, info.ceilings))] if info.ceilings else []
+        sizes = {"memory_gib": machine.get("gpu_memory_gib"), "host_memory_gib": machine["ram_gib"]}
+        values["hardware"] = {"machine": machine["gpu" if info.on_gpu else "cpu"], "ceilings": ceilings, **sizes}
+    return schema.with_values(config, values)
+
+
+def _require_same(
+    info: store.RunInfo, section: str, then: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+) -> None:
+    pairs = {name: (store.plain(then.get(name)), store.plain(now.get(name))) for name in names}
+    if changed := [f"{section}{name}={new} (then {old})" for name, (old, new) in pairs.items() if old != new]:
+        asks = f"{store.run_path(info)} asks something else today than when it was measured"
+        raise ConfigError(f"{asks}, {', '.join(changed)}: measure it again")
+
+
+def _replaced(before: Sequence[Any], found: Sequence[Any], names: Collection[str]) -> tuple[Any, ...]:
+    """Rows with those of `names` found anew, which stand where those of the same pass stood."""
+    anew, turn = dict[Any, list[Any]](), lambda row: (row.variant, row.point, *map(row.__dict__.get, TURN))
+    for row in found:
+        anew.setdefault(turn(row), []).append(row)
+    kept = [row for old in before for row in (anew.pop(turn(old), ()) if old.variant in names else [old])]
+    return (*kept, *chain(*anew.values()))
+
+
+def _notes(info: store.RunInfo, found: Sequence[str], rows: Sequence[Row], root: Path) -> tuple[str, ...]:
+    labels = tuple(label for name, label in info.variants.items() if name.endswith(PREDICTED))
+    bare = {note: re.sub(r"^Process [\d, ]+: ", "", note) for note in info.notes}
+    kept = [note for note, text in bare.items() if not (OF_PREDICTIONS.match(text) or text.startswith(labels))]
+    by_process = {number: [row for row in rows if row.process == number] for number in {row.process for row in rows}}
+    told = {n: prediction.remarks(own, grids.predictions_of(info), info.variants) for n, own in by_process.items()}
+    when = f"{datetime.now(timezone.utc):%Y-%m-%d} at commit {(provenance.commit(root) or 'not known')[:12]}"
+    anew = f"{ANEW}{when}{'' if provenance.is_clean(root) else ', with changes'}; measured as before."
+    return (*kept, *(note for note in found if note not in kept), *processes.said(told), anew)
