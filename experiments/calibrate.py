@@ -32,6 +32,7 @@ from experiments.lab.spec import Count, ExperimentSpec, Several
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
 from mini_infer.simulation.costs import Work, require_simulated
@@ -181,7 +182,11 @@ class Calibrate(Experiment):
         overlap = self._layout(hardware.resolve(self.device)).overlap
         target = self.simulator.target(self.engine)
         block_s = 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
-        found = fit(measured([row for row in rows if row.variant == FIT], overlap), block_s)
+        graphs = self.engine.graphs
+        captured = 0 if graphs.capture is When.never else graphs.max_prefill_tokens
+        found = fit(
+            measured([row for row in rows if row.variant == FIT], overlap), block_s, captured if overlap else None
+        )
         return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
 
     def _layout(self, device: str) -> Layout:
@@ -196,25 +201,30 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
     found = []
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
         own = list(group)
-        for row, device_s in zip(own, _told_in_time(own, device_seconds(own, overlap)), strict=True):
+        seconds, launches = _told_in_time(own, device_seconds(own, overlap))
+        for row, device_s, launch_s in zip(own, seconds, launches, strict=True):
             slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
-            prompts = row.num_prefilling + bool(row.prefill_tokens)
-            end_s = row.start_s + row.duration_s
-            found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0, end_s))
-    return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]
+            num_rows, end_s = (
+                row.decode_tokens + row.num_prefilling + bool(row.prefill_tokens),
+                row.start_s + row.duration_s,
+            )
+            found.append(MeasuredStep(work, num_rows, device_s, row.host_s or 0.0, end_s, launch_s))
+    return [step for step in found if step.work.tokens]
 
 
-def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> list[float]:
+def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> tuple[list[float], list[float | None]]:
     """Where the host was still launching prompts when the step of rows before them ended, that end was told late: what
-    it took longer than the step before it is the prompts'."""
+    it took longer than the step before it is the prompts'. And what these took to be launched, as far as it is told."""
+    launches: list[float | None] = [None] * len(rows)
     for before, late, prompts in zip(range(len(rows)), range(1, len(rows)), range(2, len(rows)), strict=False):
         alike = rows[before].decode_tokens == rows[late].decode_tokens > 0
         if alike and rows[prompts].prefill_tokens and not (rows[before].prefill_tokens or rows[late].prefill_tokens):
+            launches[prompts] = seconds[late]
             shift = max(0.0, seconds[late] - seconds[before])
             seconds[late] -= shift
             seconds[prompts] += shift
-    return seconds
+    return seconds, launches
 
 
 def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[StepRecord]:

@@ -16,6 +16,8 @@ on computing prompts draws more power than it is allowed, and its clock falls: e
              + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
              + throttled_s * tokens * heat
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
+    launch_s   or eager_s, to launch one with prompts in pieces or kernel by kernel: where steps overlap the end of the
+               one under way is not told before that
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ class Work(NamedTuple):
     prompt_pairs: int
     pushed_blocks: int = 0  # to other engines, beside it
     heat: float = 0.0  # of the device as it begins
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_tokens + self.prompt_tokens
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
@@ -122,6 +128,10 @@ class StepCosts(Protocol):
 
     def host_s(self, rows: int) -> float: ...
 
+    def launch_of(self, work: Work) -> float:
+        """What the host takes to launch it, where steps overlap."""
+        ...
+
     def copy_s(self, blocks: int) -> float:
         """KV blocks between the device and the host."""
         ...
@@ -167,6 +177,9 @@ class FittedCosts:
     held_block_s: float = 0.0
     throttled_s: float = 0.0
     settles_s: float = 0.0  # of Heat
+    launch_s: float = 0.0
+    eager_s: float = 0.0  # of one with more tokens than
+    captured_tokens: int = 0
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
@@ -175,8 +188,7 @@ class FittedCosts:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.expand_s * work.prompt_context + self.beside_s * work.decode_tokens
             attention += self.held_block_s * work.pushed_blocks
-        tokens = work.decode_tokens + work.prompt_tokens
-        return curve(tokens) + attention + self.throttled_s * tokens * work.heat
+        return curve(work.tokens) + attention + self.throttled_s * work.tokens * work.heat
 
     def heat(self, stages: int) -> Heat:
         return Heat(self.settles_s, self.decode.seconds[0] / stages)
@@ -187,6 +199,11 @@ class FittedCosts:
 
     def host_s(self, rows: int) -> float:
         return self.plan_s + self.row_s * rows
+
+    def launch_of(self, work: Work) -> float:
+        if not work.prompt_tokens:
+            return 0.0
+        return self.launch_s if work.tokens <= self.captured_tokens else self.eager_s
 
     def copy_s(self, blocks: int) -> float:
         return self.block_s * blocks

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import pytest
 from small_runs import run as measured
 
+from experiments import calibrate
 from experiments.calibrate import KINDS, Calibrate
 from experiments.lab.measure import costs
 from experiments.lab.measure.simulated import Simulator, drive
+from experiments.lab.measure.traces import StepRow
 from experiments.lab.workloads import Item
 
 SMALL = [
@@ -47,3 +50,20 @@ def test_a_mixture_with_latents_is_calibrated_and_simulated(compose_config, tmp_
     items = [Item(tuple(range(count, 2 * count)), 5) for count in (8, 20)]
     served = drive(setup.cluster(), items, 2)
     assert [len(trace.token_times) for trace in served.requests] == [5, 5]
+
+
+def test_an_end_that_was_told_late_tells_what_the_launch_behind_it_took() -> None:
+    """Two steps of a row take 4 ms, a third is told after 6, since a prompt was being launched; that takes 8 from then,
+    and a step behind it 4 again. Of the pass's clock all ends are as they were told."""
+    nothing = dict.fromkeys((field.name for field in fields(StepRow)), 0)
+    ends, prompts = [4e-3, 8e-3, 14e-3, 22e-3, 26e-3], [0, 0, 0, 16, 0]
+    begins = [0.0, *ends[:-1]]
+    rows = [
+        StepRow(**{**nothing, "variant": "fit", "point": "a load", "start_s": begin, "duration_s": end - begin}
+                | {"num_running": 1, "decode_tokens": 1, "verified_tokens": 1, "prefill_tokens": prompt})
+        for begin, end, prompt in zip(begins, ends, prompts, strict=True)
+    ]  # fmt: skip
+    found = calibrate.measured(rows, overlap=True)
+    assert [step.device_s for step in found] == pytest.approx([4e-3, 4e-3, 4e-3, 10e-3, 4e-3])
+    assert [step.launch_s for step in found] == [None, None, None, pytest.approx(6e-3), None]
+    assert [step.end_s for step in found] == pytest.approx(ends)

@@ -98,6 +98,24 @@ def test_a_device_that_goes_on_computing_prompts_slows_down_as_planted() -> None
     assert fit(cold).costs.throttled_s == pytest.approx(0.0, abs=2e-8)
 
 
+def test_launches_are_those_that_the_fewest_rows_let_see() -> None:
+    """Of up to 1,000 tokens in pieces 4 ms, of more kernel by kernel 15; 16 rows take 6 ms and hide the first."""
+    found = [
+        step._replace(
+            launch_s=max(0.006 * (step.work.decode_tokens == 16), 0.004 if step.work.tokens <= 1000 else 0.015)
+        )
+        if step.work.prompt_tokens and step.work.decode_tokens
+        else step
+        for step in steps(0.0)
+    ]
+    costs = fit(found, captured_tokens=1000).costs
+    assert (costs.launch_s, costs.eager_s, costs.captured_tokens) == (0.004, 0.015, 1000)
+    launches = [costs.launch_of(Work(1, tokens, 0, 0, 0, 0)) for tokens in (0, 999, 1000)]
+    assert launches == [0.0, 0.004, 0.015]
+    assert fit(found).costs.launch_s == 0.0  # where steps do not overlap
+    assert fit(steps(0.0), captured_tokens=1000).costs.launch_s == 0.0  # of nobody was it told
+
+
 def test_too_few_steps_of_a_kind_are_refused() -> None:
     alone = [step for step in steps(0.0) if not step.work.prompt_tokens]
     with pytest.raises(ValueError, match="0 steps of the kind 'prompts' are too few"):

@@ -64,6 +64,28 @@ def test_with_overlap_the_device_never_waits_for_the_host(skips: bool) -> None:
     assert request.token_times == pytest.approx(ends, rel=1e-12)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_end_of_a_step_is_not_told_before_the_next_one_is_launched(skips: bool) -> None:
+    """A step of one row takes 4 ms, to launch the prompt behind it 6: its token comes 2 ms late, the next ones in time.
+    What is longer than the graphs takes 9."""
+    costs = replace(COSTS, launch_s=6e-3, eager_s=9e-3, captured_tokens=30)
+    for tokens, launch_s in ((20, 6e-3), (50, 9e-3)):
+        times = []
+        for own in (costs, COSTS):
+            engine = replica(overlap=True, skips=skips, costs=own)
+            first = engine.add("a", [1], 8, now=0.0)
+            while engine.next_event < 0.018:
+                engine.run()
+            engine.add("b", range(100, 100 + tokens), 2, now=0.018)
+            finished(engine)
+            times.append(first.token_times)
+        late, in_time = times
+        (told,) = [i for i, pair in enumerate(zip(late, in_time, strict=True)) if pair[0] != pytest.approx(pair[1])]
+        begin = in_time[told - 1] + 202e-6  # one more row is planned
+        assert late[told] == pytest.approx(begin + launch_s, rel=1e-9)
+        assert in_time[told] < late[told] < in_time[told + 1]
+
+
 def test_a_row_beside_a_prompt_takes_longer() -> None:
     """One of 11 slots, beside a prompt of 10 tokens."""
     engine = replica(overlap=False, skips=False)

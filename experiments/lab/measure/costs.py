@@ -203,12 +203,12 @@ class Watched:
         self.fitted = fitted
         self.asked = self.beyond = 0  # steps, also those that somebody looked ahead at in vain; of these
         self.host_s, self.copy_s, self.push_s = fitted.host_s, fitted.copy_s, fitted.push_s
+        self.launch_of = fitted.launch_of
         self._most_rows, self._most_tokens = fitted.decode.tokens[-1], fitted.prompts.tokens[-1]
 
     def device_s(self, work: Work) -> float:
-        tokens = work.decode_tokens + work.prompt_tokens
         self.asked += 1
-        self.beyond += tokens > (self._most_tokens if work.prompt_tokens else self._most_rows)
+        self.beyond += work.tokens > (self._most_tokens if work.prompt_tokens else self._most_rows)
         return self.fitted.device_s(work)
 
     def heat(self, stages: int) -> Heat:
@@ -238,11 +238,12 @@ class Roofline:
         block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
         links = FittedCosts(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
         self.host_s, self.copy_s, self.push_s = links.host_s, links.copy_s, links.push_s
+        self.launch_of = links.launch_of
 
     def device_s(self, work: Work) -> float:
         rows = work.decode_tokens + bool(work.prompt_tokens)
         done = StepWork(
-            tokens=work.decode_tokens + work.prompt_tokens,
+            tokens=work.tokens,
             sampled=rows,
             rows=rows,
             context=work.decode_context + work.prompt_reach,

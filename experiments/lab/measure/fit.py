@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ class MeasuredStep(NamedTuple):
     device_s: float
     host_s: float
     end_s: float = math.inf  # on one clock for all; where it is not known, the device is cool again by then
+    launch_s: float | None = None  # of one with prompts that came behind rows alone: when the end of these was told
 
 
 def device_seconds(rows: Sequence[StepRow], overlap: bool) -> list[float]:
@@ -65,9 +67,13 @@ KINDS: dict[str, Callable[[Work], bool]] = {
 }
 
 
-def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0) -> Fit:
+def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0, captured_tokens: int | None = None) -> Fit:
     """The costs that come nearest to all steps alike, whatever they take: least absolute relative errors, with no cost
-    below zero. The steps are in their order. ValueError where there are too few of a kind."""
+    below zero. The steps are in their order. ValueError where there are too few of a kind.
+
+    Args:
+        captured_tokens: FittedCosts'; None where nobody waits for a launch, since steps do not overlap.
+    """
     steps = [step for step in steps if step.device_s > 0]
     for kind, is_kind in KINDS.items():
         count = sum(is_kind(step.work) for step in steps)
@@ -75,6 +81,11 @@ def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0) -> Fit:
             raise ValueError(f"{count} steps of the kind {kind!r} are too few for a fit, which takes {MIN_STEPS}")
     tried = [_fit(steps, block_s, settles_s) for settles_s in SETTLES_S]
     costs, errors = min(tried, key=lambda one: float(one[1].mean()))
+    if captured_tokens is not None:
+        launch_s, eager_s = (
+            _launched(steps, within) for within in (range(captured_tokens + 1), range(captured_tokens + 1, sys.maxsize))
+        )
+        costs = replace(costs, launch_s=launch_s, eager_s=eager_s, captured_tokens=captured_tokens)
     far = errors > max(OUTLIERS * float(np.median(errors)), 0.1)
     return Fit(costs, int(far.sum()))
 
@@ -91,6 +102,13 @@ def residuals(costs: FittedCosts, steps: Sequence[MeasuredStep]) -> dict[str, Re
             bias = float(errors[own] @ seconds[own] / seconds[own].sum())
             found[kind] = Residuals(int(own.sum()), float(median), float(p90), bias)
     return found
+
+
+def _launched(steps: Sequence[MeasuredStep], tokens: range) -> float:
+    """The median of those with so many tokens, behind the fewest rows: what they took hides a shorter launch."""
+    told = [(step.work.decode_tokens, step.launch_s) for step in steps if step.launch_s and step.work.tokens in tokens]
+    fewest = min((rows for rows, _ in told), default=0)
+    return float(np.median([seconds for rows, seconds in told if rows == fewest])) if told else 0.0
 
 
 def _heated(steps: Sequence[MeasuredStep], heat: Heat) -> Array:
