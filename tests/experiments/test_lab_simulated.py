@@ -124,6 +124,12 @@ def test_settings_that_no_step_depends_on_leave_the_costs(tmp_path: Path) -> Non
     costs.save(tmp_path / "a.yaml", a_file())
     changed = replace(TINY, cache={"num_blocks": 99}, scheduler={"max_num_seqs": 8}, parallel={"replicas": 2})
     assert Simulator(GPU, 1, tmp_path).setup(changed).found.measured
+    of_latents = {"attention": {"mla_crossover": 99}}
+    assert Simulator(GPU, 1, tmp_path).setup(replace(TINY, **of_latents)).found.measured, "it has none"
+    mixture = replace(TINY, model={"path": "tiny-moe"})
+    costs.save(tmp_path / "b.yaml", a_file(mixture))
+    assert Simulator(GPU, 1, tmp_path).setup(mixture).found.measured
+    assert not Simulator(GPU, 1, tmp_path).setup(replace(mixture, **of_latents)).found.measured
     known = [f"{key}." for key in costs.flat(EngineConfig().to_dict())]
     assert all(any(key.startswith(f"{name}.") for key in known) for name in costs._ELSEWHERE)
 

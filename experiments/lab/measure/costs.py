@@ -47,8 +47,9 @@ _ELSEWHERE = (
     *keys("cache", "layout dtype num_blocks memory_gib gpu_memory_utilization gpu_shared prefix_caching watermark"),
     *keys("cache", "num_host_blocks host_memory_gib host_prefix_gib disk_prefix_path disk_prefix_gib"),
     *keys("parallel", "tensor pipeline timeout_s start_timeout_s replicas routing launcher prefill decode hand_over"),
-    *keys("parallel", "connector prefill_tensor"),
+    *keys("parallel", "connector prefill_tensor dispatch"),  # of ranks that share experts, which are not simulated
 )
+_OF_LATENTS = keys("attention", "mla mla_crossover")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Layout:
         routers = [layer.feed_forward.router for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
         experts = f", {routers[0].top_k} of {routers[0].num_experts} experts a token" if routers else ""
         model = f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens"
+        elsewhere = (*_ELSEWHERE, *(_OF_LATENTS if spec.attention.latent is None else ()))
         return cls(
             model=model + experts,
             dtype=str(dtype).removeprefix("torch."),
@@ -94,7 +96,7 @@ class Layout:
             settings={
                 key: value
                 for key, value in flat(config.to_dict()).items()
-                if _USUAL.get(key) != value and not within(key, _ELSEWHERE)
+                if _USUAL.get(key) != value and not within(key, elsewhere)
             },
         )
 
