@@ -38,7 +38,7 @@ from mini_infer.core.plan import StepRecord
 from mini_infer.simulation.costs import Work, require_simulated
 
 VARIANT = "engine"
-PASSES = WARM_UP, FIT, CHECK = "warm-up", "fit", "check"  # each of all loads, with prompts of its own
+PASSES = WARM_UP, FIT, CHECK = "warm-up", "fit", "check"  # each with prompts of its own
 EVERY = 6  # steps between two prompts that come beside requests that decode
 MARGIN = 0.9  # of the KV memory: nobody is to be preempted
 METRICS = {
@@ -99,10 +99,11 @@ class Calibrate(Experiment):
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
-            loads = self._loads(engine)
-            steps.plan(len(PASSES) * len(loads))
+            loads = dict.fromkeys(PASSES, self._loads(engine, self.spec.contexts))
+            loads[WARM_UP] = self._loads(engine, self.spec.contexts[:1])  # longer ones launch the same kernels
+            steps.plan(sum(map(len, loads.values())))
             status, error = run_rounds(
-                [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
+                [(name, partial(self._pass, engine, own, name, rows[name], steps)) for name, own in loads.items()]
             )
         timed = [*rows[FIT], *rows[CHECK]]
         told = [
@@ -147,7 +148,7 @@ class Calibrate(Experiment):
         )
         print(f"costs    {path}", file=sys.stderr)
 
-    def _loads(self, engine: LLMEngine) -> dict[str, list[Arrival]]:
+    def _loads(self, engine: LLMEngine, contexts: Sequence[int]) -> dict[str, list[Arrival]]:
         spec, limits = self.spec, engine.executor.limits
         capacity = MARGIN * limits.num_blocks * self.engine.cache.block_size
         most, block = self.engine.scheduler.max_num_seqs, self.engine.cache.block_size
@@ -158,7 +159,7 @@ class Calibrate(Experiment):
             return longest <= limits.max_model_len and at_once <= most and sum(taken) <= capacity
 
         loads = [(f"{length} alone", [Arrival(1000 * i, length, 2) for i in range(3)], 1) for length in spec.prompts]
-        for context, count in product(spec.contexts, spec.rows):
+        for context, count in product(contexts, spec.rows):
             loads.append((f"{count} of {context}", [Arrival(0, context, spec.output_tokens)] * count, count))
         for count, length in product(spec.decodes, spec.beside_prompts):
             coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
