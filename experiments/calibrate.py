@@ -141,7 +141,7 @@ class Calibrate(Experiment):
                 how=f"torch {torch.__version__}: {sum(row.variant == FIT for row in findings.steps)} steps of one pass "
                 f"over {len({row.point for row in findings.steps})} loads; residuals are of another pass",
                 costs=fitted,
-                left_out=found.left_out,
+                far_off=found.far_off,
                 residuals=checked,
                 held=held,
             ),
@@ -206,10 +206,8 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
         for row, device_s, launch_s in zip(own, seconds, launches, strict=True):
             slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
-            num_rows, end_s = (
-                row.decode_tokens + row.num_prefilling + bool(row.prefill_tokens),
-                row.start_s + row.duration_s,
-            )
+            num_rows = row.decode_tokens + row.num_prefilling + bool(row.prefill_tokens)
+            end_s = row.start_s + row.duration_s
             found.append(MeasuredStep(work, num_rows, device_s, row.host_s or 0.0, end_s, launch_s))
     return [step for step in found if step.work.tokens]
 
@@ -221,7 +219,7 @@ def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> tuple[list[f
     for before, late, prompts in zip(range(len(rows)), range(1, len(rows)), range(2, len(rows)), strict=False):
         alike = rows[before].decode_tokens == rows[late].decode_tokens > 0
         if alike and rows[prompts].prefill_tokens and not (rows[before].prefill_tokens or rows[late].prefill_tokens):
-            launches[prompts] = seconds[late]
+            launches[prompts] = seconds[late] - (rows[late].host_s or 0.0)  # which planned it, too
             shift = max(0.0, seconds[late] - seconds[before])
             seconds[late] -= shift
             seconds[prompts] += shift

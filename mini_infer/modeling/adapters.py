@@ -27,6 +27,7 @@ from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import NO_ADAPTER
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.lora import FEW_TOKENS, LoraWeights, new_groups
+from mini_infer.kernels.pinned import to_device
 from mini_infer.modeling.linear_methods.adapted import AdaptedLinear
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape
 from mini_infer.modeling.peft_folder import PeftFolder
@@ -203,8 +204,7 @@ class Adapters:
                 self._slots[slot] = admission.adapter
             of_request[admission.req_index] = slot
         if not np.array_equal(of_request, self._of_request):
-            now = torch.from_numpy(of_request)
-            self._on_device.copy_(now if self._beside is None else now.pin_memory(), non_blocking=True)
+            to_device(of_request, self._on_device.device, out=self._on_device)
             self._of_request = of_request
         self.active = self._always or bool((self._of_request[list(plan.req_indices)] != NO_ADAPTER).any())
 

@@ -10,14 +10,14 @@ have nothing to do. Each row beside prompts takes something more, since its atte
 each block that kernels push to another engine meanwhile: products wait for processors that these hold. What experts,
 quantized products and collectives take grows with the tokens, too, however unevenly (each token chooses some experts,
 until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine. A GPU that goes
-on computing prompts draws more power than it is allowed, and its clock falls: each of their tokens takes longer then.
+on computing prompts draws more power than it is allowed, and its clock falls: each token of such steps takes longer.
 
     device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + expand_s * prompts' context
              + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
              + throttled_s * tokens * heat
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
-    launch_s   or eager_s, to launch one with prompts in pieces or kernel by kernel: where steps overlap the end of the
-               one under way is not told before that
+    launch_s = pieces_s or eager_s            to launch one with prompts in pieces or kernel by kernel: where steps
+                                              overlap, the end of the one under way is not told before that
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StepCosts(Protocol):
     def device_s(self, work: Work) -> float: ...
 
     def heat(self, stages: int) -> Heat:
-        """Of a device that has done nothing so far, and does so much of each step."""
+        """Of a device that has done nothing so far, and computes one stage of each step."""
         ...
 
     def rows_s(self, rows: int, contexts: range) -> list[float]:
@@ -128,8 +128,8 @@ class StepCosts(Protocol):
 
     def host_s(self, rows: int) -> float: ...
 
-    def launch_of(self, work: Work) -> float:
-        """What the host takes to launch it, where steps overlap."""
+    def launch_s(self, work: Work) -> float:
+        """What the host takes to launch it beside a step that is under way."""
         ...
 
     def copy_s(self, blocks: int) -> float:
@@ -177,8 +177,8 @@ class FittedCosts:
     held_block_s: float = 0.0
     throttled_s: float = 0.0
     settles_s: float = 0.0  # of Heat
-    launch_s: float = 0.0
-    eager_s: float = 0.0  # of one with more tokens than
+    pieces_s: float = 0.0  # of steps with prompts of up to `captured_tokens` tokens
+    eager_s: float = 0.0  # of those with more
     captured_tokens: int = 0
 
     def device_s(self, work: Work) -> float:
@@ -200,10 +200,10 @@ class FittedCosts:
     def host_s(self, rows: int) -> float:
         return self.plan_s + self.row_s * rows
 
-    def launch_of(self, work: Work) -> float:
+    def launch_s(self, work: Work) -> float:
         if not work.prompt_tokens:
             return 0.0
-        return self.launch_s if work.tokens <= self.captured_tokens else self.eager_s
+        return self.pieces_s if work.tokens <= self.captured_tokens else self.eager_s
 
     def copy_s(self, blocks: int) -> float:
         return self.block_s * blocks

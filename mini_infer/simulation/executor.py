@@ -99,12 +99,12 @@ class SimulatedExecutor(Executor):
             if self.stages > 1:  # the first one waits for tokens of the last one
                 own = set(plan.req_indices)
                 end = max([end, *(step.end for step in self._in_stages if not own.isdisjoint(step.sampling))])
-            work = Work.of(plan)
-            share = self._device_s(work, max(end, self._free_at[0])) / self.stages
+            work, begin, now = Work.of(plan), max(end, self._free_at[0]), clock.now
+            share = self._device_s(work, begin) / self.stages
             for stage, free_at in enumerate(self._free_at):
                 self._free_at[stage] = end = max(free_at, end) + share
-            if self.overlap:  # the end of the step under way is not told before this one is launched
-                clock.now += self.costs.launch_of(work)
+            if self.overlap and begin > now:  # the end of the step under way is not told before this one is launched
+                clock.now += self.costs.launch_s(work)
         accepted = None if self._acceptance is None else self._acceptance.of(plan)
         self._last = SimulatedStep(plan, end, accepted, max(end, self._link_free_at) if plan.pushes else 0.0)
         if self.stages > 1:

@@ -33,6 +33,11 @@ def test_a_mixture_with_latents_is_calibrated_and_simulated(compose_config, tmp_
     known = costs.read(path)
     assert known.layout.model.endswith(", 4 of 16 experts a token"), "another mixture is another model"
     assert known.costs.decode.tokens == (1, 2, 3), "the third has come beside two"
+    assert (known.costs.pieces_s, known.costs.captured_tokens) == (0.0, 0), (
+        "on a CPU no step is launched beside another"
+    )
+    begins = [row.start_s for row in found.steps if row.variant == "fit"]
+    assert begins == sorted(begins), "on one clock for all loads"
     assert set(known.residuals) == {*KINDS}
     pushed = replace(known, costs=replace(known.costs, held_block_s=1e-5), held="elsewhere")
     costs.save(path, pushed)

@@ -18,8 +18,9 @@ from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings, Hardware
-from experiments.lab.measure.simulated import Simulator
+from experiments.lab.measure.simulated import Simulator, drive
 from experiments.lab.store.rows import Row
+from experiments.lab.workloads import Item
 from mini_infer.core import limits
 from mini_infer.core.config import (
     CacheConfig,
@@ -80,6 +81,30 @@ def test_what_ranks_take_is_estimated_from_what_one_takes(tmp_path: Path) -> Non
     slots = found.costs.device_s(Work.decode(1, 1000)) - found.costs.device_s(Work.decode(1, 0))
     assert slots == pytest.approx(0.5e-5), "each rank reads half of the heads"
     assert found.costs.host_s(8) == pytest.approx(1e-4 + 8e-6)
+    throttled = a_file()
+    costs.save(
+        tmp_path / "a.yaml",
+        dataclasses.replace(throttled, costs=dataclasses.replace(throttled.costs, throttled_s=1e-3)),
+    )
+    found = Simulator(dataclasses.replace(GPU, ceilings=(linked,)), 1, tmp_path).setup(two).found
+    warm, cold = (found.costs.device_s(Work(0, 10, 0, 0, 0, 0, heat=heat)) for heat in (1.0, 0.0))
+    assert warm - cold == pytest.approx(5e-3), "half of ten tokens"
+
+
+def test_a_simulated_engine_takes_heat_and_launches_from_its_file(tmp_path: Path) -> None:
+    """The second of two prompts that come at once takes longer, and a row's token waits for the launch behind it."""
+    plain = a_file()
+    own = dataclasses.replace(plain.costs, throttled_s=1e-3, settles_s=0.1, pieces_s=0.5, captured_tokens=4000)
+    times = []
+    for fitted in (plain.costs, dataclasses.replace(own, pieces_s=0.0), dataclasses.replace(own, throttled_s=0.0)):
+        costs.save(tmp_path / "a.yaml", dataclasses.replace(plain, costs=fitted))
+        cluster = Simulator(GPU, 1, tmp_path).setup(replace(TINY, scheduler={"max_num_batched_tokens": 512})).cluster()
+        served = drive(cluster, [Item(tuple(range(n, n + 500)), 4) for n in (0, 1000)], 2)
+        times.append([trace.token_times for trace in served.requests])
+    none, hot, late = times
+    assert hot[0][0] == none[0][0]
+    assert hot[1][0] > none[1][0] + 0.005
+    assert late[0][0] >= 0.5 > none[0][0], "the second prompt was launched beside the first"
 
 
 def test_every_rank_reads_and_hands_on_all_of_a_latent(tmp_path: Path) -> None:

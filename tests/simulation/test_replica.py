@@ -19,8 +19,10 @@ from mini_infer.core.config import (
 )
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.limits import Limits
+from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
 from mini_infer.simulation.costs import Work
+from mini_infer.simulation.executor import SimulatedExecutor, VirtualClock
 from mini_infer.simulation.replica import Replica
 
 
@@ -68,7 +70,7 @@ def test_with_overlap_the_device_never_waits_for_the_host(skips: bool) -> None:
 def test_the_end_of_a_step_is_not_told_before_the_next_one_is_launched(skips: bool) -> None:
     """A step of one row takes 4 ms, to launch the prompt behind it 6: its token comes 2 ms late, the next ones in time.
     What is longer than the graphs takes 9."""
-    costs = replace(COSTS, launch_s=6e-3, eager_s=9e-3, captured_tokens=30)
+    costs = replace(COSTS, pieces_s=6e-3, eager_s=9e-3, captured_tokens=30)
     for tokens, launch_s in ((20, 6e-3), (50, 9e-3)):
         times = []
         for own in (costs, COSTS):
@@ -84,6 +86,35 @@ def test_the_end_of_a_step_is_not_told_before_the_next_one_is_launched(skips: bo
         begin = in_time[told - 1] + 202e-6  # one more row is planned
         assert late[told] == pytest.approx(begin + launch_s, rel=1e-9)
         assert in_time[told] < late[told] < in_time[told + 1]
+
+
+def test_nobody_waits_for_the_launch_of_a_step_that_nothing_is_under_way_beside() -> None:
+    """What a prompt alone takes has its launch in it; nor where steps do not overlap is anything told late."""
+    slow = replace(COSTS, pieces_s=1.0, eager_s=1.0)
+    for overlap in (False, True):
+        times = []
+        for costs in (COSTS, slow):
+            engine = replica(overlap=overlap, costs=costs)
+            request = engine.add("a", range(20), 6, now=0.0)
+            finished(engine)
+            times.append(request.token_times)
+        assert times[0] == times[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_heat_is_that_of_the_moment_at_which_the_device_begins(stages: int) -> None:
+    """Two prompts of 60 tokens, one launched behind the other: each of `stages` devices computes its share of both, and
+    begins the second one as the first one ends there. A row of 9 slots beside the second is slowed down as well."""
+    costs = replace(COSTS, throttled_s=1e-4, settles_s=0.05)
+    executor = SimulatedExecutor(costs, LIMITS, VirtualClock(), overlap=True, stages=stages)
+    first = executor.launch(StepPlan(1, [0], [0], [60], [True], num_decode_rows=0))
+    second = executor.launch(StepPlan(2, [2, 1], [8, 0], [1, 60], [True, True], num_decode_rows=1))
+    pairs = 60 * 61 / 2 * 1e-10 + 60e-6
+    cold, begin = 5e-3 + 59 / 1999 * 45e-3 + pairs, 201e-6
+    assert first.end == pytest.approx(begin + cold, rel=1e-12)
+    heat = (1 - 4e-3 / cold) * (1 - math.exp(-cold / stages / 0.05))
+    warm = 5e-3 + 60 / 1999 * 45e-3 + pairs + 9e-8 + 3e-5 + 61 * 1e-4 * heat
+    assert second.end == pytest.approx(begin + cold / stages + warm, rel=1e-12)  # it is the longer one
 
 
 def test_a_row_beside_a_prompt_takes_longer() -> None:

@@ -108,7 +108,7 @@ class CostFile:
     measured: str  # date
     how: str
     costs: FittedCosts
-    left_out: int = 0  # steps that are far off, and hardly counted
+    far_off: int = 0  # steps of the fit that met something else than their work: they hardly count
     # By kind of step, of steps that the fit has not seen.
     residuals: dict[str, Residuals] = field(default_factory=dict)
     held: str = ""  # where held_block_s is from: an engine alone, which is calibrated, pushes nothing
@@ -205,7 +205,7 @@ class Watched:
         self.fitted = fitted
         self.asked = self.beyond = 0  # steps, also those that somebody looked ahead at in vain; of these
         self.host_s, self.copy_s, self.push_s = fitted.host_s, fitted.copy_s, fitted.push_s
-        self.launch_of = fitted.launch_of
+        self.launch_s = fitted.launch_s
         self._most_rows, self._most_tokens = fitted.decode.tokens[-1], fitted.prompts.tokens[-1]
 
     def device_s(self, work: Work) -> float:
@@ -240,7 +240,7 @@ class Roofline:
         block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
         links = FittedCosts(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
         self.host_s, self.copy_s, self.push_s = links.host_s, links.copy_s, links.push_s
-        self.launch_of = links.launch_of
+        self.launch_s = links.launch_s
 
     def device_s(self, work: Work) -> float:
         rows = work.decode_tokens + bool(work.prompt_tokens)
@@ -265,7 +265,7 @@ class Roofline:
 def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
     """An estimate for ranks that share each layer: a step of one device, as much shorter as the roofline says, and two
     sums a layer, that of embeddings, and the logits, one after the other. Attention is shared by heads, and what decode
-    rows read as their cache is: every rank has all latents."""
+    rows read as their cache is: every rank has all latents. The host is taken to need no longer than for one."""
     assert target.ceilings is not None
     parallel, spec = target.config.parallel, target.spec
     single = replace(target, config=replace(target.config, parallel=replace(parallel, tensor=1)))

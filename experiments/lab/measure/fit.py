@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,7 +28,7 @@ class MeasuredStep(NamedTuple):
     rows: int
     device_s: float
     host_s: float
-    end_s: float = math.inf  # on one clock for all; where it is not known, the device is cool again by then
+    end_s: float  # on one clock for all
     launch_s: float | None = None  # of one with prompts that came behind rows alone: when the end of these was told
 
 
@@ -58,7 +57,7 @@ class Residuals:
 @dataclass(frozen=True)
 class Fit:
     costs: FittedCosts
-    left_out: int  # steps that met something else than their work: they hardly count
+    far_off: int  # steps that met something else than their work: they hardly count
 
 
 KINDS: dict[str, Callable[[Work], bool]] = {
@@ -80,17 +79,17 @@ def fit(steps: Sequence[MeasuredStep], block_s: float = 0.0, captured_tokens: in
         if count < MIN_STEPS:
             raise ValueError(f"{count} steps of the kind {kind!r} are too few for a fit, which takes {MIN_STEPS}")
     tried = [_fit(steps, block_s, settles_s) for settles_s in SETTLES_S]
-    costs, errors = min(tried, key=lambda one: float(one[1].mean()))
+    costs, errors = min(tried, key=lambda one: float(np.minimum(one[1], 1.0).mean()))
     if captured_tokens is not None:
-        launch_s, eager_s = (
-            _launched(steps, within) for within in (range(captured_tokens + 1), range(captured_tokens + 1, sys.maxsize))
-        )
-        costs = replace(costs, launch_s=launch_s, eager_s=eager_s, captured_tokens=captured_tokens)
+        pieces_s = _launched([step for step in steps if step.work.tokens <= captured_tokens])
+        eager_s = _launched([step for step in steps if step.work.tokens > captured_tokens])
+        costs = replace(costs, pieces_s=pieces_s, eager_s=max(pieces_s, eager_s), captured_tokens=captured_tokens)
     far = errors > max(OUTLIERS * float(np.median(errors)), 0.1)
     return Fit(costs, int(far.sum()))
 
 
 def residuals(costs: FittedCosts, steps: Sequence[MeasuredStep]) -> dict[str, Residuals]:
+    steps = [step for step in steps if step.device_s > 0]
     found, heats = {}, _heated(steps, costs.heat(1))
     works = [step.work._replace(heat=heat) for step, heat in zip(steps, heats.tolist(), strict=True)]
     errors = np.array([costs.device_s(work) / step.device_s - 1 for work, step in zip(works, steps, strict=True)])
@@ -104,9 +103,9 @@ def residuals(costs: FittedCosts, steps: Sequence[MeasuredStep]) -> dict[str, Re
     return found
 
 
-def _launched(steps: Sequence[MeasuredStep], tokens: range) -> float:
-    """The median of those with so many tokens, behind the fewest rows: what they took hides a shorter launch."""
-    told = [(step.work.decode_tokens, step.launch_s) for step in steps if step.launch_s and step.work.tokens in tokens]
+def _launched(steps: Sequence[MeasuredStep]) -> float:
+    """The median of those behind the fewest rows: what rows take hides a shorter launch. 0 where none was told."""
+    told = [(step.work.decode_tokens, step.launch_s) for step in steps if step.launch_s]
     fewest = min((rows for rows, _ in told), default=0)
     return float(np.median([seconds for rows, seconds in told if rows == fewest])) if told else 0.0
 
@@ -167,14 +166,14 @@ def _typical(tokens: Array, with_prompts: NDArray[np.bool_], seconds: Array) -> 
 
 def _least_absolute(matrix: Array, target: Array, scale: Array) -> tuple[Array, Array]:
     """No x is below 0; and the errors, as shares of `matrix @ x`. `scale`: about that, to begin with. By least squares
-    again and again, each row weighed by one over its last error (Holland and Welsch 1977, "Robust regression using
-    iteratively reweighted least-squares")."""
-    weights = np.ones(len(target))
+    again and again, in which each squared error is divided by how large it was the last time (Holland and Welsch 1977,
+    "Robust regression using iteratively reweighted least-squares")."""
+    roots = np.ones(len(target))
     for _ in range(ROUNDS):
-        x = nonnegative(matrix * (weights / scale)[:, None], target * weights / scale)
+        x = nonnegative(matrix * (roots / scale)[:, None], target * roots / scale)
         scale = np.maximum(matrix @ x, 1e-9)
         errors = np.abs(target / scale - 1)
-        weights = 1 / np.sqrt(np.maximum(errors, SMALLEST_ERROR))
+        roots = 1 / np.sqrt(np.maximum(errors, SMALLEST_ERROR))
     return x, errors
 
 
