@@ -5,6 +5,7 @@ It is no ablation: nothing is compared. Its result is a file of conf/costs/, whi
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import groupby, product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -106,47 +108,56 @@ class Calibrate(Experiment):
                 [(name, partial(self._pass, engine, own, name, rows[name], steps)) for name, own in loads.items()]
             )
         timed = [*rows[FIT], *rows[CHECK]]
-        told = [
+        return Findings(self.told(timed), status=status, error=error, steps=timed, gates=gates)
+
+    def told(self, steps: Sequence[StepRow]) -> list[Row]:
+        """How far a fit to the steps of one pass is from those of the other."""
+        return [
             Row(VARIANT, KINDS[kind].name, 0, name, float(value), metric.unit)
-            for kind, found in self._fitted(timed)[1].items()
+            for kind, found in self._fitted(steps)[1].items()
             for (name, metric), value in zip(METRICS.items(), astuple(found), strict=True)
         ]
-        return Findings(told, status=status, error=error, steps=timed, gates=gates)
 
     def finish(self, findings: Findings) -> None:
-        if findings.status != COMPLETE:
-            return
-        found, checked = self._fitted(findings.steps)
-        device = hardware.resolve(self.device)
-        layout = self._layout(device)
+        if findings.status == COMPLETE:
+            device, today = hardware.resolve(self.device), datetime.now(timezone.utc).date().isoformat()
+            where = hardware.name(device), hardware.device_key(device)
+            path = self.save(findings.steps, self._folder, *where, torch.__version__, today)
+            print(f"costs    {path}", file=sys.stderr)
+
+    def save(
+        self,
+        steps: Sequence[StepRow],
+        folder: Path,
+        machine: str,
+        key: str,
+        version: str,
+        measured: str,
+        anew: str = "",
+    ) -> Path:
+        """Writes the file of costs of a machine, and of a torch, on which the steps were measured; `anew`: the date of
+        a fit that was made later."""
+        found, checked = self._fitted(steps)
+        layout = self._layout(hardware.resolve(self.device))
         marks = [f"tp{layout.tensor}"] if layout.tensor > 1 else []
         marks += [_slug(mark) for mark in (layout.quantization, layout.kv, layout.numerics) if mark not in _USUAL]
-        machine = hardware.name(device)
-        names = [_slug(self._name), hardware.device_key(device), *marks]
-        path = self._folder / f"{'.'.join(names)}.yaml"
+        names = [_slug(self._name), key, *marks]
+        path = folder / f"{'.'.join(names)}.yaml"
         known, held, fitted = costs.read(path) if path.exists() else None, "", found.costs
         if known is not None and (known.layout, known.machine) != (layout, machine):
             own = costs.differences(known.layout, layout).items()  # what is known stays
             names += [_slug(f"{name}-{value}") for name, value in own] or [_slug(machine)]
-            path = self._folder / f"{'.'.join(names)}.yaml"
+            path = folder / f"{'.'.join(names)}.yaml"
             known = costs.read(path) if path.exists() else None
         if known is not None:
             held, fitted = known.held, replace(fitted, held_block_s=known.costs.held_block_s)
-        costs.save(
-            path,
-            CostFile(
-                machine=machine,
-                layout=layout,
-                measured=datetime.now(timezone.utc).date().isoformat(),
-                how=f"torch {torch.__version__}: {sum(row.variant == FIT for row in findings.steps)} steps of one pass "
-                f"over {len({row.point for row in findings.steps})} loads; residuals are of another pass",
-                costs=fitted,
-                far_off=found.far_off,
-                residuals=checked,
-                held=held,
-            ),
+        how = (
+            f"torch {version}: {sum(row.variant == FIT for row in steps)} steps of one pass over "
+            f"{len({row.point for row in steps})} loads; residuals are of another pass"
         )
-        print(f"costs    {path}", file=sys.stderr)
+        how += f"; fitted anew on {anew}" if anew else ""
+        costs.save(path, CostFile(machine, layout, measured, how, fitted, found.far_off, checked, held))
+        return path
 
     def _loads(self, engine: LLMEngine, contexts: Sequence[int]) -> dict[str, list[Arrival]]:
         spec, limits = self.spec, engine.executor.limits
@@ -198,16 +209,19 @@ _USUAL = ("none", "model's", "fast")
 
 
 def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
-    """Of one or several passes."""
-    found = []
+    """Of one or several passes. Those of runs of before 2026-11-29 have a clock for each load, and are taken to follow
+    each other without a pause."""
+    found, until = list[MeasuredStep](), -math.inf
     for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
         own = list(group)
+        behind = max(0.0, until - own[0].start_s)
+        until = behind + own[-1].start_s + own[-1].duration_s
         seconds, launches = _told_in_time(own, device_seconds(own, overlap))
         for row, device_s, launch_s in zip(own, seconds, launches, strict=True):
             slots = row.decode_context or 0, row.prompt_reach or 0, row.prompt_context or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *slots, row.prompt_pairs or 0)
             num_rows = row.decode_tokens + row.num_prefilling + bool(row.prefill_tokens)
-            end_s = row.start_s + row.duration_s
+            end_s = behind + row.start_s + row.duration_s
             found.append(MeasuredStep(work, num_rows, device_s, row.host_s or 0.0, end_s, launch_s))
     return [step for step in found if step.work.tokens]
 
