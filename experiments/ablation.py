@@ -27,7 +27,7 @@ from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import require_servable
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREDICTED, RATE
+from experiments.lab.spec import NONE_OF, PREDICTED, RATE
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
@@ -61,7 +61,7 @@ class Ablation(Experiment):
         self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
-        self._notes = list[str]()
+        self.notes = list[str]()  # on what is left out
         self.spec, self.baseline = spec, spec.baseline
         labels = self.with_baseline_again(
             {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
@@ -78,13 +78,13 @@ class Ablation(Experiment):
         not_simulated = _not_simulated(made, spec.baseline if self._simulated else None)
         for why in dict.fromkeys(not_simulated.values()):
             names = [labels.pop(name).removesuffix(", predicted") for name, of in not_simulated.items() if of == why]
-            self._notes.append(f"Nothing is predicted of {', '.join(names)}: {why}.")
+            self.notes.append(f"{NONE_OF}{', '.join(names)}: {why}.")
         made = [cell for cell in made if cell.variant in labels]
         # Where the baseline itself drafts on random tokens, that was asked for: its passes say that they do not count.
         sound = {cell.variant for cell in made if not cells.drafts_on_made_up_prompts(cell)}
         of_nothing = [name for name in labels if name not in sound] if spec.baseline in sound else []
         left_out = ", ".join([labels.pop(name) for name in of_nothing])
-        self._notes += [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
+        self.notes += [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
         self.spec = spec = spec.without({*of_nothing, *not_simulated})
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
@@ -191,7 +191,7 @@ class Ablation(Experiment):
             name: [row for found in ledger.rounds for row in getattr(found, name)]
             for name in ("rows", "steps", "requests", "gaps", "experts")
         }
-        notes = [*self._notes, *sources, *self.simulator.beyond(), *ledger.notes, *session.notes]
+        notes = [*self.notes, *sources, *self.simulator.beyond(), *ledger.notes, *session.notes]
         notes += prediction.remarks(tables["rows"], predictions, self.variants)
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")

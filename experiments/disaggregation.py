@@ -69,8 +69,8 @@ METRICS = {
     "moved_share": Metric("share of prompts computed apart", "", HIGH, share=True),
 }
 NOT_SIMULATED = (
-    "Left out, since they are not simulated: prompts that come alone, whose time to the first token has parts; loads "
-    "beside streams; and vLLM's engines."
+    "Not simulated are prompts that come alone, whose time to the first token has parts; loads beside streams; and "
+    "vLLM's engines."
 )
 GATE_TOKENS, GATE_REQUESTS = 24, 6
 

@@ -113,7 +113,7 @@ COMMANDS: dict[str, Command] = {
     "stale": Command("", "results whose code or question has changed since they were measured", stale),
     "predict": Command(
         "RUN [workload.path=FILE]",
-        "the predictions of a stored run anew, by the costs of today",
+        "the predictions of a stored run, made anew or for the first time, by the costs of today",
         predict,
     ),
     "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),

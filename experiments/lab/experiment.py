@@ -111,6 +111,7 @@ class Experiment:
     metrics: Mapping[str, Metric]
     claims: Sequence[claims.Claim]
     aa: str | None = None  # the variant that is the baseline a second time
+    notes: Sequence[str] = ()  # on what it leaves out
     generates: bool = False  # whether an engine of ours answers requests here, so that a gate has to check its tokens
 
     def __init__(self, config: DictConfig) -> None:

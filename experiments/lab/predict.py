@@ -1,4 +1,5 @@
-"""A stored run's predictions, made anew of what steps are known to take today. What was measured stays as it is."""
+"""A stored run's predictions, made anew of what steps are known to take today, or made at all where it was measured
+without. What was measured stays as it is."""
 
 from __future__ import annotations
 
@@ -18,22 +19,24 @@ from experiments.lab.ablation_spec import ABLATION, require_files
 from experiments.lab.judge import prediction
 from experiments.lab.measure import processes
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.points import flat, keys, within
 from experiments.lab.show import grids
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREDICTED, STEPS
+from experiments.lab.spec import NONE_OF, PREDICTED, STEPS
 from experiments.lab.store import provenance, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row, from_plain
 from mini_infer.core.errors import ConfigError
 
 TRACE = "workload.path"  # a file that may lie elsewhere by now: the hash of what was in it is stored
-ASKED = (*keys("experiment", "variants points metrics slo search baseline"),
+ASKED = (*keys("experiment", "variants points mixes metrics slo search baseline"),
          *keys("measure", "processes repeats seed"))  # fmt: skip
 TURN = ("process", "repeat")  # of a row; what is told of one pass alone has neither
-ANEW = "Predicted anew on "
+PREDICTS = (ABLATION, "experiments.disaggregation.Disaggregation")
+SUMMARY = re.compile(r"\bOf \d+ predictions ")
 OF_PREDICTIONS = re.compile(  # notes, behind the process that they are of
-    rf"{ANEW}|What simulated steps take: |Of \d+ predictions |Predictions that missed by |"
+    r"Predicted (anew )?on |What simulated steps take: |Of \d+ predictions |Predictions that missed by |"
     r"\d+ more could not be compared|[\d.]+% of the simulated steps lie beyond "
 )
 
@@ -41,24 +44,32 @@ OF_PREDICTIONS = re.compile(  # notes, behind the process that they are of
 def again(path: Path, overrides: Sequence[str], root: Path) -> str:
     """Replaces the files of the run of that JSON, and says what has become of its errors. `root`: run.py's folder.
 
-    Raises ConfigError or StoreError where it has no predictions, asks something else today, or its trace is not there;
-    its files are as they were then."""
+    Where it has no predictions, it gets those that it would have with measure.predict=true; of one that was stopped
+    whole processes are predicted, of which it has a part. Raises ConfigError or StoreError where nothing of it can be
+    predicted, it asks something else today, or its trace is not there; its files are as they were then."""
     before = store.read(path)
     info, remarks = before.info, path.with_name(path.name.removesuffix(".json") + store.REMARKS)
     place, names = store.run_path(info), [name for name in info.variants if name.endswith(PREDICTED)]
     results = path.resolve().parents[len(place.parts) - 1]
     if path.resolve() != results / place.parent / f"{info.run}.json":
         raise ConfigError(f"{path} is not where its run is stored: move its files to {place.parent} in a folder")
-    if not names or info.status != store.COMPLETE or info.config["experiment"]["_target_"] != ABLATION:
-        problem = f"is {info.status}" if names else "has no predictions beside what was measured"
-        raise ConfigError(f"{place} {problem}: measure it again, with measure.predict=true")
+    if info.config["experiment"]["_target_"] not in PREDICTS:
+        raise ConfigError(f"{place}: nothing of {info.experiment} is predicted")
     config = _composed(info, overrides, root)
     experiment = schema.experiment_class(config).from_config(config)
+    if first := not names:
+        info = _with_predictions(info, experiment.variants, experiment.notes)
+        names = [name for name in info.variants if name.endswith(PREDICTED)]
     if gone := [name.removesuffix(PREDICTED) for name in names if name not in experiment.variants]:
         raise ConfigError(f"{place}: nothing is predicted of {', '.join(gone)} today: measure it again")
-    own = {name: {**experiment.spec.variants[name], "label": info.variants[name]} for name in names}
+    mark = "" if info.config["experiment"]["_target_"] == ABLATION else PREDICTED
     with open_dict(config):
-        config.experiment.update({"variants": own, "baseline": names[0], "claims": []})
+        if mark:  # its variants are its own, and it simulates them by their names
+            config.measure.system = Kind.simulated
+        else:
+            alone = {name: {**experiment.spec.variants[name], "label": info.variants[name]} for name in names}
+            config.experiment.update({"variants": alone, "baseline": names[0]})
+        config.experiment.claims = []
         config.measure.update({"predict": False, "gates": False, "aa": schema.Again.never})
     with Steps(info.experiment) as steps:
         found = processes.measure(config, steps)
@@ -72,23 +83,47 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
         source = info.peers[lost[0]][0][STEPS]  # which says how to measure them
         raise ConfigError(f"{place}: today steps of {lost[0].removesuffix(PREDICTED)} would take {source}")
     every = [name for name, _ in store.TABLES.values() if getattr(before, name)]  # older results have fewer tables
-    tables: dict[str, Any] = {name: _replaced(getattr(before, name), getattr(found, name), names) for name in every}
-    info = replace(info, notes=_notes(info, found.notes, tables["rows"], root))
-    lines = [f"removed  {remarks}, which was about the predictions before"] if remarks.exists() else []
+    stored = {None, *(row.process for row in before.rows)}  # processes: one that was stopped early has left nothing
+    tables: dict[str, Any] = {}
+    for name in every:
+        own = [row for row in getattr(found, name) if row.__dict__.get(TURN[0]) in stored]
+        own = [replace(row, variant=row.variant + mark) for row in own] if mark else own
+        tables[name] = _replaced(getattr(before, name), own, names)
+    info = replace(info, notes=_notes(info, found.notes, tables["rows"], "on" if first else "anew on", root))
+    lines = [f"removed  {remarks}, which was about the predictions before"] if remarks.exists() and not first else []
     with runs.exclusive(results):
         store.write(results, replace(before, info=info, **tables))
-    told = [grids.misses_in_words(result) or "no claim asks for errors" for result in (before, store.read(path))]
+        if first and before.remarks:  # about what was measured
+            store.write_atomic({remarks: f"{before.remarks}\n"})
+    told = [_told(result) for result in (before, store.read(path))]
     told = [f"{when:<7}  {words}" for when, words in zip(("before", "after"), told, strict=True)]
     return "\n".join([*told, f"results  {path}", *lines, "Its page is still as before: run `python run.py report`"])
 
 
+def _with_predictions(info: store.RunInfo, today: Mapping[str, str], notes: Sequence[str]) -> store.RunInfo:
+    """With those of `today`, name -> label, each behind what was measured, and with what `notes` say has none."""
+    behind = {name: {key: today[key] for key in [name + PREDICTED] if key in today} for name in info.variants}
+    without = [note for note in notes if note.startswith(NONE_OF)]
+    if not any(behind.values()):
+        raise ConfigError(". ".join([f"{store.run_path(info)}: nothing that it measured can be predicted", *without]))
+    variants = {key: of for name, label in info.variants.items() for key, of in ({name: label} | behind[name]).items()}
+    return replace(info, variants=variants, notes=(*info.notes, *without))
+
+
+def _told(result: store.Result) -> str:
+    """How far off the predictions are: by the claims on them, or else as the notes say."""
+    notes = " ".join(note for note in result.info.notes if SUMMARY.search(note))
+    return grids.misses_in_words(result) or notes or "no prediction can be compared"
+
+
 def _composed(info: store.RunInfo, overrides: Sequence[str], root: Path) -> DictConfig:
-    """The config of its command as it is made today, on the machine that measured, whichever this is."""
+    """The config of its command as it is made today, on the machine that measured, whichever this is; with
+    predictions."""
     if other := [one for one in overrides if not one.startswith(f"{TRACE}=")]:
         raise ConfigError(f"{other[0]}: all is as it was measured; {TRACE}=FILE alone may say where its trace lies now")
     typed = [one for one in shlex.split(info.provenance.command)[2:] if one not in schema.SHORT]
-    known = ("experiment", *([TRACE] if overrides else []))
-    typed = [*(one for one in typed if one.partition("=")[0] not in known), *overrides]
+    known = ("experiment", "measure.predict", *([TRACE] if overrides else []))
+    typed = [*(one for one in typed if one.partition("=")[0] not in known), "measure.predict=true", *overrides]
     config = catalog.settled(info.experiment, typed, root).config
     then, now = (flat(store.plain(of)) for of in (info.config, schema.plain(config)))
     # A new setting is as it was without; and defaults of the engine may be others today.
@@ -128,12 +163,12 @@ def _replaced(before: Sequence[Any], found: Sequence[Any], names: Collection[str
     return (*kept, *chain(*anew.values()))
 
 
-def _notes(info: store.RunInfo, found: Sequence[str], rows: Sequence[Row], root: Path) -> tuple[str, ...]:
+def _notes(info: store.RunInfo, found: Sequence[str], rows: Sequence[Row], on: str, root: Path) -> tuple[str, ...]:
     labels = tuple(label for name, label in info.variants.items() if name.endswith(PREDICTED))
     bare = {note: re.sub(r"^Process [\d, ]+: ", "", note) for note in info.notes}
     kept = [note for note, text in bare.items() if not (OF_PREDICTIONS.match(text) or text.startswith(labels))]
     by_process = {number: [row for row in rows if row.process == number] for number in {row.process for row in rows}}
     told = {n: prediction.remarks(own, grids.predictions_of(info), info.variants) for n, own in by_process.items()}
     when = f"{datetime.now(timezone.utc):%Y-%m-%d} at commit {(provenance.commit(root) or 'not known')[:12]}"
-    anew = f"{ANEW}{when}{'' if provenance.is_clean(root) else ', with changes'}; measured as before."
+    anew = f"Predicted {on} {when}{'' if provenance.is_clean(root) else ', with changes'}; measured as before."
     return (*kept, *(note for note in found if note not in kept), *processes.said(told), anew)

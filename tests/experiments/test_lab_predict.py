@@ -1,22 +1,27 @@
-"""`python run.py predict RUN`: predictions of a stored run made anew, by other costs; and what is refused."""
+"""`python run.py predict RUN`: predictions of a stored run made anew, by other costs, or for the first time; and what
+is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.disaggregation import APART, TOGETHER
 from experiments.lab import catalog, schema
 from experiments.lab.execute import execute
-from experiments.lab.measure import clocks, costs, hardware
+from experiments.lab.experiment import Findings
+from experiments.lab.measure import clocks, costs, hardware, processes
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.predict import _replaced, again
+from experiments.lab.predict import OF_PREDICTIONS, _replaced, again
+from experiments.lab.spec import PREDICTED
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
@@ -74,6 +79,26 @@ def changed(run: Path, **changes: Any) -> None:
     store.write(run.parents[3], dataclasses.replace(result, info=dataclasses.replace(result.info, **changes)))
 
 
+def without_predictions(run: Path) -> store.Result:
+    """The stored run as if it had been measured without; returned as it was."""
+    before = store.read(run)
+
+    def kept(named: Any) -> Any:
+        return {name: value for name, value in named.items() if not name.endswith(PREDICTED)}
+
+    notes = tuple(note for note in before.info.notes if not OF_PREDICTIONS.match(note) and ", predicted" not in note)
+    of_info = {"variants": kept(before.info.variants), "peers": kept(before.info.peers), "notes": notes}
+    measured: dict[str, Any] = {
+        name: tuple(row for row in getattr(before, name) if not row.variant.endswith(PREDICTED))
+        for name in ("rows", "steps", "requests", "gaps")
+    }
+    store.write(
+        run.parents[3], dataclasses.replace(before, info=dataclasses.replace(before.info, **of_info), **measured)
+    )
+    run.with_name(run.stem + store.REMARKS).write_text("What was measured is right.\n")
+    return before
+
+
 def tables(run: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(run.parent.glob("*.csv"))}
 
@@ -123,11 +148,12 @@ def test_other_costs_give_other_predictions_beside_what_was_measured(run: Path, 
 @pytest.mark.parametrize(
     ("now", "why"),
     [
+        ({"variants": {"vllm": "vLLM"}}, r"tiny: nothing that it measured can be predicted$"),
+        ({"variants": {"gone predicted": "gone, predicted"}}, r"tiny: nothing is predicted of gone today: measure it"),
         (
-            {"variants": {"whole": "whole"}},
-            r"tiny has no predictions beside what was measured: measure it again",
+            {"config": {"experiment": {"_target_": "experiments.kernels.Kernels"}}},
+            r"tiny: nothing of simulator is pred",
         ),
-        ({"status": "incomplete: interrupted"}, r"is incomplete: interrupted: measure it again"),
         ({"workload": {"requests": 5}}, r"asks something else today than .*, workload\.requests=4 \(then 5\): measure"),
     ],
 )
@@ -196,6 +222,88 @@ def test_a_trace_that_is_elsewhere_can_be_named_and_nothing_else(tmp_path: Path)
     shutil.move(path.parent, tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"planned\.json is not where its run is stored: move its files to simulator"):
         again(tmp_path / "moved/planned.json", [], ROOT)
+
+
+def test_a_run_that_was_measured_without_gets_predictions(run: Path) -> None:
+    """Those that it would have had, behind rows that stay as they are to the byte."""
+    had = without_predictions(run)
+    measured = tables(run)
+    changed(run, status="incomplete: interrupted", variants={**store.read(run).info.variants, "vllm": "vLLM"})
+    run.with_name(run.stem + store.REMARKS).write_text("What was measured is right.\n")
+    before, after, *rest = again(run, [], ROOT).splitlines()
+    assert before == "before   no prediction can be compared"
+    assert after.startswith("after    Predictions are off by, in the median: tokens/s ")
+    assert not any("removed" in line for line in rest)
+    new = store.read(run)
+    assert new.remarks == "What was measured is right."
+    assert new.info.status == "incomplete: interrupted"
+    assert [*new.info.variants.items()] == [*had.info.variants.items(), ("vllm", "vLLM")]
+    assert new.info.claims == had.info.claims
+    for name, text in tables(run).items():
+        assert text.startswith(measured[name]), name
+    of_rows, of_had = (sorted(map(repr, result.rows)) for result in (new, had))
+    assert of_rows == of_had
+    assert new.info.notes[-1].startswith("Predicted on 20")
+    again(run, [], ROOT)
+    assert store.read(run).info.notes[-1].startswith("Predicted anew on 20")
+    assert [note for note in store.read(run).info.notes if note.startswith("Predicted on")] == []
+
+
+def test_processes_of_which_nothing_is_stored_are_not_predicted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_predictions(run)
+
+    def two(*asked: Any, measure: Any = processes.measure) -> Findings:
+        found = measure(*asked)
+        return dataclasses.replace(found, rows=[*found.rows, *(replaced(row, process=1) for row in found.rows)])
+
+    replaced = dataclasses.replace
+    monkeypatch.setattr(processes, "measure", two)
+    again(run, [], ROOT)
+    assert {row.process for row in store.read(run).rows} == {0}
+
+
+def test_a_variant_that_is_not_simulated_stays_without_and_is_named(run: Path) -> None:
+    without_predictions(run)
+    info = store.read(run).info
+    info.config["experiment"]["variants"]["drafts"] = {"speculation": {"method": "ngram"}}
+    typed = shlex.quote("+experiment.variants.drafts={speculation: {method: ngram}}")
+    origin = dataclasses.replace(info.provenance, command=f"{info.provenance.command} {typed}")
+    changed(run, config=info.config, provenance=origin, variants={**info.variants, "drafts": "drafts"})
+    again(run, [], ROOT)
+    new = store.read(run).info
+    assert "drafts" in new.variants
+    assert f"drafts{PREDICTED}" not in new.variants
+    assert f"whole{PREDICTED}" in new.variants
+    (note,) = (note for note in new.notes if note.startswith("Nothing is predicted of "))
+    assert note.startswith(
+        "Nothing is predicted of drafts (method ngram): speculation.method=ngram: a simulated engine"
+    )
+
+
+def test_loads_of_disaggregation_are_predicted_too(compose_config: Any, tmp_path: Path) -> None:
+    """A simulated run stands for a measured one, so that the predictions are its rows."""
+    mix = "experiment.mixes=[{name: a, prompt_tokens: 32, output_tokens: 4, rates_per_s: [20, 40], seconds: 1.5}]"
+    given = [
+        "experiment=disaggregation",
+        "model=dry",
+        "engine.model.dry.step_ms=5",
+        mix,
+        "experiment.prompt_tokens=[40]",
+    ]
+    given += ["experiment.claims=[]", "experiment.plots=[]", "measure.processes=1", "paths.run=loads"]
+    alone = catalog.shorthand([*given, "system=simulated"], ROOT / "conf")
+    execute(compose_config(*alone), "disaggregation", alone, tmp_path)
+    (path,) = tmp_path.glob(f"trial/results/{store.EVERY_RUN}")
+    own = dataclasses.replace(store.read(path).info.provenance, command=f"python run.py {shlex.join(given)}")
+    changed(path, provenance=own)
+    simulated = store.read(path)
+    assert "Of 12 predictions 12 lie within 10% of what was measured" in again(path, [], ROOT)
+    new = store.read(path)
+    assert [*new.info.variants] == [TOGETHER, TOGETHER + PREDICTED, APART, APART + PREDICTED]
+    assert new.rows == (
+        *simulated.rows,
+        *(dataclasses.replace(r, variant=r.variant + PREDICTED) for r in simulated.rows),
+    )
 
 
 def test_rows_stand_where_those_of_the_same_pass_stood() -> None:

@@ -374,7 +374,7 @@ def test_what_is_not_simulated_is_left_out_of_what_is_simulated_alone(compose_co
         compose_config("experiment=kv_tiers", "system=simulated", f"scale={scale}", *machine, "measure.aa=always")
     )
     assert [*tiers.variants] == ["none", "third", "host", "none again"]
-    assert tiers._notes == [
+    assert tiers.notes == [
         "Nothing is predicted of a third, and files: cache.disk_prefix_path=trial/kv_tiers: files of prefixes are not "
         "simulated, host memory is. Leave it and cache.disk_prefix_gib unset."
     ]
@@ -406,13 +406,13 @@ def test_what_the_simulator_does_not_know_is_not_predicted_and_told(compose_conf
     known = Ablation.from_config(compose_config("experiment=expert_parallel", "measure.predict=true"))
     assert known._predictions == {"one predicted": "one"}
     assert {"padded", "grouped", "packed", "copies"} < {*known.variants}
-    assert known._notes == [
+    assert known.notes == [
         "Nothing is predicted of padded, grouped, packed, grouped, a hot expert of each rank twice: parallel.expert=2: "
         "ranks that share experts are not simulated. Set parallel.expert=1."
     ]
     drafts = Ablation.from_config(compose_config("experiment=spec_decode", "measure.predict=true"))
     assert drafts._predictions == {"off predicted": "off"}
-    assert all(": speculation.method=" in note and "a simulated engine has no text" in note for note in drafts._notes)
+    assert all(": speculation.method=" in note and "a simulated engine has no text" in note for note in drafts.notes)
 
 
 def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
