@@ -135,8 +135,8 @@ class Calibrate(Experiment):
         measured: str,
         anew: str = "",
     ) -> Path:
-        """Writes the file of costs of a machine, and of a torch, on which the steps were measured; `anew`: the date of
-        a fit that was made later."""
+        """Writes the file of costs of a machine, and of a torch, on which the steps were measured; `anew`: when they
+        were fitted, where that was later."""
         found, checked = self._fitted(steps)
         layout = self._layout(hardware.resolve(self.device))
         marks = [f"tp{layout.tensor}"] if layout.tensor > 1 else []

@@ -1,5 +1,5 @@
 """A stored run's predictions, made anew of what steps are known to take today, or made at all where it was measured
-without. What was measured stays as it is."""
+without; of a calibration's steps the costs, fitted anew. What was measured stays as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, open_dict
 from experiments.lab import catalog, schema
 from experiments.lab.ablation_spec import ABLATION, require_files
 from experiments.lab.judge import prediction
-from experiments.lab.measure import processes
+from experiments.lab.measure import costs, hardware, processes
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.points import flat, keys, within
@@ -33,7 +33,10 @@ TRACE = "workload.path"  # a file that may lie elsewhere by now: the hash of wha
 ASKED = (*keys("experiment", "variants points mixes metrics slo search baseline"),
          *keys("measure", "processes repeats seed"))  # fmt: skip
 TURN = ("process", "repeat")  # of a row; what is told of one pass alone has neither
+CALIBRATE = "experiments.calibrate.Calibrate"
 PREDICTS = (ABLATION, "experiments.disaggregation.Disaggregation")
+FITTED_ANEW = "Fitted anew on"
+OLD_PAGE = "Its page is still as before: run `python run.py report`"
 SUMMARY = re.compile(r"\bOf \d+ predictions ")
 OF_PREDICTIONS = re.compile(  # notes, behind the process that they are of
     r"Predicted (anew )?on |What simulated steps take: |Of \d+ predictions |Predictions that missed by |"
@@ -50,19 +53,22 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
     before = store.read(path)
     info, remarks = before.info, path.with_name(path.name.removesuffix(".json") + store.REMARKS)
     place, names = store.run_path(info), [name for name in info.variants if name.endswith(PREDICTED)]
-    results = path.resolve().parents[len(place.parts) - 1]
-    if path.resolve() != results / place.parent / f"{info.run}.json":
+    if path.resolve().with_suffix("").parts[-len(place.parts) :] != place.parts:
         raise ConfigError(f"{path} is not where its run is stored: move its files to {place.parent} in a folder")
-    if info.config["experiment"]["_target_"] not in PREDICTS:
+    results = path.resolve().parents[len(place.parts) - 1]
+    of = info.config["experiment"]["_target_"]
+    if of not in (*PREDICTS, CALIBRATE):
         raise ConfigError(f"{place}: nothing of {info.experiment} is predicted")
     config = _composed(info, overrides, root)
     experiment = schema.experiment_class(config).from_config(config)
+    if of == CALIBRATE:
+        return _fitted_anew(experiment, before, path, results, root)
     if first := not names:
         info = _with_predictions(info, experiment.variants, experiment.notes)
         names = [name for name in info.variants if name.endswith(PREDICTED)]
     if gone := [name.removesuffix(PREDICTED) for name in names if name not in experiment.variants]:
         raise ConfigError(f"{place}: nothing is predicted of {', '.join(gone)} today: measure it again")
-    mark = "" if info.config["experiment"]["_target_"] == ABLATION else PREDICTED
+    mark = "" if of == ABLATION else PREDICTED
     with open_dict(config):
         if mark:  # its variants are its own, and it simulates them by their names
             config.measure.system = Kind.simulated
@@ -92,12 +98,46 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
     info = replace(info, notes=_notes(info, found.notes, tables["rows"], "on" if first else "anew on", root))
     lines = [f"removed  {remarks}, which was about the predictions before"] if remarks.exists() and not first else []
     with runs.exclusive(results):
+        _require_unchanged(before, path)
         store.write(results, replace(before, info=info, **tables))
         if first and before.remarks:  # about what was measured
             store.write_atomic({remarks: f"{before.remarks}\n"})
     told = [_told(result) for result in (before, store.read(path))]
     told = [f"{when:<7}  {words}" for when, words in zip(("before", "after"), told, strict=True)]
-    return "\n".join([*told, f"results  {path}", *lines, "Its page is still as before: run `python run.py report`"])
+    return "\n".join([*told, f"results  {path}", *lines, OLD_PAGE])
+
+
+def _fitted_anew(experiment: Any, before: store.Result, path: Path, results: Path, root: Path) -> str:
+    """Writes the file of costs of a calibration's steps, and how far off they are."""
+    info, machine = before.info, before.info.provenance.device
+    folder = costs.FOLDER if results == root / "results" else results / "costs"
+    name = machine["gpu"] if info.on_gpu else machine["cpu"]
+    key = hardware.short_gpu_name(name) if info.on_gpu else "cpu"
+    when, version = _when(root), info.provenance.versions["torch"]
+    started = info.provenance.started[: len("2026-11-29")]
+    anew = replace(before, rows=tuple(experiment.told(before.steps)))
+    kept = [note for note in info.notes if not note.startswith(FITTED_ANEW)]
+    info = replace(info, notes=(*kept, f"{FITTED_ANEW} {when}; measured as before."))
+    with runs.exclusive(results):
+        _require_unchanged(before, path)
+        found = experiment.save(before.steps, folder, name, key, version, started, anew=when)
+        store.write(results, replace(anew, info=info))
+    told = [f"{when:<7}  {_errors(of)}" for when, of in (("before", before), ("after", anew))]
+    return "\n".join([*told, f"costs    {found}", f"results  {path}", OLD_PAGE])
+
+
+def _errors(result: store.Result) -> str:
+    return ", ".join(f"{row.point}: {row.metric} {row.value:.3g}" for row in result.rows)
+
+
+def _require_unchanged(before: store.Result, path: Path) -> None:
+    if store.read(path).info != before.info:
+        raise ConfigError(f"{path} was written meanwhile: predict it again")
+
+
+def _when(root: Path) -> str:
+    changed = "" if provenance.is_clean(root) else ", with changes"
+    return f"{datetime.now(timezone.utc):%Y-%m-%d} at commit {(provenance.commit(root) or 'not known')[:12]}{changed}"
 
 
 def _with_predictions(info: store.RunInfo, today: Mapping[str, str], notes: Sequence[str]) -> store.RunInfo:
@@ -123,7 +163,8 @@ def _composed(info: store.RunInfo, overrides: Sequence[str], root: Path) -> Dict
         raise ConfigError(f"{other[0]}: all is as it was measured; {TRACE}=FILE alone may say where its trace lies now")
     typed = [one for one in shlex.split(info.provenance.command)[2:] if one not in schema.SHORT]
     known = ("experiment", "measure.predict", *([TRACE] if overrides else []))
-    typed = [*(one for one in typed if one.partition("=")[0] not in known), "measure.predict=true", *overrides]
+    predict = ["measure.predict=true"] if info.config["experiment"]["_target_"] in PREDICTS else []
+    typed = [*(one for one in typed if one.partition("=")[0] not in known), *predict, *overrides]
     config = catalog.settled(info.experiment, typed, root).config
     then, now = (flat(store.plain(of)) for of in (info.config, schema.plain(config)))
     # A new setting is as it was without; and defaults of the engine may be others today.
@@ -169,6 +210,5 @@ def _notes(info: store.RunInfo, found: Sequence[str], rows: Sequence[Row], on: s
     kept = [note for note, text in bare.items() if not (OF_PREDICTIONS.match(text) or text.startswith(labels))]
     by_process = {number: [row for row in rows if row.process == number] for number in {row.process for row in rows}}
     told = {n: prediction.remarks(own, grids.predictions_of(info), info.variants) for n, own in by_process.items()}
-    when = f"{datetime.now(timezone.utc):%Y-%m-%d} at commit {(provenance.commit(root) or 'not known')[:12]}"
-    anew = f"Predicted {on} {when}{'' if provenance.is_clean(root) else ', with changes'}; measured as before."
+    anew = f"Predicted {on} {_when(root)}; measured as before."
     return (*kept, *(note for note in found if note not in kept), *processes.said(told), anew)

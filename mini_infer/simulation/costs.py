@@ -10,11 +10,12 @@ have nothing to do. Each row beside prompts takes something more, since its atte
 each block that kernels push to another engine meanwhile: products wait for processors that these hold. What experts,
 quantized products and collectives take grows with the tokens, too, however unevenly (each token chooses some experts,
 until all are chosen), and lies in the curves, which therefore belong to one model, layout and machine. A GPU that goes
-on computing prompts draws more power than it is allowed, and its clock falls: each token of such steps takes longer.
+on computing prompts draws more power than it is allowed, and its clock falls: each token of such steps takes longer,
+and so do steps of rows alone, until it has recovered.
 
     device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + expand_s * prompts' context
              + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
-             + throttled_s * tokens * heat
+             + throttled_s * tokens * heat   or, of rows alone, + recovering_s * heat
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
     launch_s = pieces_s or eager_s            to launch one with prompts in pieces or kernel by kernel: where steps
                                               overlap, the end of the one under way is not told before that
@@ -86,6 +87,9 @@ class Work(NamedTuple):
         return cls(rows, 0, context, 0, 0, 0)
 
 
+HARDLY = 0.01  # of Heat
+
+
 class Heat:
     """What share of its last moments a device has spent on computing prompts, from 0 to 1: a mean over time, to which
     what lies `settles_s` back counts by 1/e. Of a step that is the part beyond `reading_s`, in which it waits for
@@ -100,10 +104,11 @@ class Heat:
         self._share, self._told_at = 0.0, -math.inf
 
     def at(self, moment: float) -> float:
-        """Where it has computed no prompt since the last one."""
+        """Where it has computed no prompt since the last one. What is hardly any is none."""
         if not self._share:
             return 0.0
-        return self._share * math.exp(min(0.0, self._told_at - moment) / self._settles_s)
+        share = self._share * math.exp(min(0.0, self._told_at - moment) / self._settles_s)
+        return share if share > HARDLY else 0.0
 
     def add(self, begin: float, seconds: float) -> None:
         """A step with prompts in it."""
@@ -122,8 +127,9 @@ class StepCosts(Protocol):
         """Of a device that has done nothing so far, and computes one stage of each step."""
         ...
 
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
-        """`device_s` of steps of these rows alone, one that attends to each of so many slots."""
+    def rows_s(self, rows: int, contexts: range, heat: Heat, begin: float, pause_s: float) -> list[float]:
+        """`device_s` of steps of these rows alone, one that attends to each of so many slots: the first from `begin`
+        on, on a device of that heat, and each of the others a pause behind the one before it."""
         ...
 
     def host_s(self, rows: int) -> float: ...
@@ -158,6 +164,7 @@ class Curve:
         return {}
 
 
+OF_HEAT = ("throttled_s", "recovering_s")
 ATTENTION = ("slot_s", "reach_s", "expand_s", "pair_s", "beside_s")  # what the device takes beside a curve
 
 
@@ -176,6 +183,7 @@ class FittedCosts:
     expand_s: float = 0.0
     held_block_s: float = 0.0
     throttled_s: float = 0.0
+    recovering_s: float = 0.0
     settles_s: float = 0.0  # of Heat
     pieces_s: float = 0.0  # of steps with prompts of up to `captured_tokens` tokens
     eager_s: float = 0.0  # of those with more
@@ -188,14 +196,20 @@ class FittedCosts:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
             attention += self.expand_s * work.prompt_context + self.beside_s * work.decode_tokens
             attention += self.held_block_s * work.pushed_blocks
-        return curve(work.tokens) + attention + self.throttled_s * work.tokens * work.heat
+            throttled = self.throttled_s * work.tokens
+        else:
+            throttled = self.recovering_s
+        return curve(work.tokens) + attention + throttled * work.heat
 
     def heat(self, stages: int) -> Heat:
         return Heat(self.settles_s, self.decode.seconds[0] / stages)
 
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
-        alone, slot_s = self.decode(rows), self.slot_s
-        return [alone + slot_s * context for context in contexts]
+    def rows_s(self, rows: int, contexts: range, heat: Heat, begin: float, pause_s: float) -> list[float]:
+        alone, slot_s, recovering, done = self.decode(rows), self.slot_s, list[float](), 0
+        while done < len(contexts) and (share := heat.at(begin)):
+            recovering.append(alone + slot_s * contexts[done] + self.recovering_s * share)
+            begin, done = begin + recovering[-1] + pause_s, done + 1
+        return recovering + [alone + slot_s * context for context in contexts[done:]]
 
     def host_s(self, rows: int) -> float:
         return self.plan_s + self.row_s * rows
@@ -214,5 +228,5 @@ class FittedCosts:
     def slower(self, times: float) -> FittedCosts:
         """Of a device that takes so many times as long; the host and its links are the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
-        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, "held_block_s", "throttled_s")}
+        of_device = {name: times * getattr(self, name) for name in (*ATTENTION, *OF_HEAT, "held_block_s")}
         return replace(self, decode=decode, prompts=prompts, **of_device)

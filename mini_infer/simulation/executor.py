@@ -112,24 +112,28 @@ class SimulatedExecutor(Executor):
         return self._last
 
     def _device_s(self, work: Work, begin: float) -> float:
-        if not work.prompt_tokens:
-            return self.costs.device_s(work)
-        seconds = self.costs.device_s(work._replace(heat=self._heat.at(begin)))
-        self._heat.add(begin, seconds / self.stages)
+        if heat := self._heat.at(begin):
+            work = work._replace(heat=heat)
+        seconds = self.costs.device_s(work)
+        if work.prompt_tokens:
+            self._heat.add(begin, seconds / self.stages)
         return seconds
 
     def look_ahead(self, ends: list[float], rows: int, contexts: range) -> None:
         """Adds to `ends` when the next steps would end if all were of these rows alone, each of which attends to so
         many slots, in one stage. With overlap the first is the one under way, and there is one more. None is added
         where the host is what counts."""
-        laps, host, now = self.costs.rows_s(rows, contexts), self.costs.host_s(rows), self.clock.now
+        costs, host, now = self.costs, self.costs.host_s(rows), self.clock.now
         if not self.overlap:
             now = ends[-1] if ends else now
+            laps = costs.rows_s(rows, contexts, self._heat, now + host, pause_s=host)
             ends += [now := now + host + lap for lap in laps]
-        elif ends or laps[0] >= host:
+            return
+        begin = ends[-1] if ends else max(now + host, self._free_at[0])
+        laps = costs.rows_s(rows, contexts, self._heat, begin, pause_s=0.0)
+        if ends or laps[0] >= host:
             # The end of a step is read when the next one is launched, and the device goes on without a pause.
-            begins = ends.pop() if ends else max(now + host, self._free_at[0])
-            ends += accumulate(laps, initial=begins)
+            ends[-1:] = accumulate(laps, initial=begin)
 
     def skip(self, ends: Sequence[float], count: int) -> None:
         """So many of these steps are done. What was launched last stands for the one after them."""

@@ -81,20 +81,19 @@ def test_steps_that_were_told_too_short_do_not_count_for_more_than_others() -> N
 @pytest.mark.parametrize("settles_s", [0.05, 0.2, 0.8])
 def test_a_device_that_goes_on_computing_prompts_slows_down_as_planted(settles_s: float) -> None:
     """Now and then there is a pause that lets it cool down."""
-    hot = dataclasses.replace(PLANTED, throttled_s=2e-6, settles_s=settles_s)
+    hot = dataclasses.replace(PLANTED, throttled_s=2e-6, recovering_s=4e-4, settles_s=settles_s)
     rng, device, now, found = random.Random(1), hot.heat(1), 0.0, list[MeasuredStep]()
     for step in steps(0.0):
         pause = rng.choice([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
         begin, work = now + pause, step.work
-        if work.prompt_tokens:
-            work = work._replace(heat=device.at(begin))
-        seconds = hot.device_s(work)
+        seconds = hot.device_s(work._replace(heat=device.at(begin)))
         if work.prompt_tokens:
             device.add(begin, seconds)
         now = begin + seconds
         found.append(MeasuredStep(step.work, step.rows, seconds, step.host_s, now))
     costs = fit(found).costs
     assert (costs.throttled_s, costs.settles_s) == (pytest.approx(2e-6, rel=0.02), settles_s)
+    assert costs.recovering_s == pytest.approx(4e-4, rel=0.02)
     assert max(error.p90 for error in residuals(costs, found).values()) <= 0.002
     cold = [step._replace(device_s=PLANTED.device_s(step.work)) for step in found]
     assert fit(cold).costs.throttled_s == pytest.approx(0.0, abs=2e-8)

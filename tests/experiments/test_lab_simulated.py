@@ -164,9 +164,11 @@ def test_steps_beyond_what_was_measured_are_counted(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file())
     simulator = Simulator(GPU, 1, tmp_path)
     found = simulator.setup(TINY).found.costs
-    assert found.rows_s(8, range(80, 96, 8)) == [found.device_s(Work.decode(8, context)) for context in (80, 88)]
+    assert found.rows_s(8, range(80, 96, 8), found.heat(1), 0.0, 0.0) == [
+        found.device_s(Work.decode(8, context)) for context in (80, 88)
+    ]
     assert simulator.beyond() == []
-    found.rows_s(9, range(90, 117, 9))
+    found.rows_s(9, range(90, 117, 9), found.heat(1), 0.0, 0.0)
     found.device_s(Work(0, 2, 0, 2, 2, 3))
     assert simulator.beyond() == [
         "50.0% of the simulated steps lie beyond what was measured, which is up to 8 rows alone and 1 tokens with "

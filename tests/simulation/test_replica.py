@@ -21,7 +21,7 @@ from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
-from mini_infer.simulation.costs import Work
+from mini_infer.simulation.costs import FittedCosts, Work
 from mini_infer.simulation.executor import SimulatedExecutor, VirtualClock
 from mini_infer.simulation.replica import Replica
 
@@ -130,8 +130,8 @@ def test_a_row_beside_a_prompt_takes_longer() -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_prompt_takes_longer_where_the_device_has_just_computed_another(skips: bool) -> None:
-    """Chunks of 64 tokens, one after the other, 20 steps of one row, and a prompt again."""
-    costs = replace(COSTS, throttled_s=1e-4, settles_s=0.05)
+    """Chunks of 64 tokens, one after the other, 20 steps of one row, which take longer at first, and a prompt again."""
+    costs = replace(COSTS, throttled_s=1e-4, recovering_s=1e-3, settles_s=0.05)
     engine = replica(overlap=False, skips=skips, costs=costs)
     first = engine.add("a", range(128), 21, now=0.0)
     finished(engine)
@@ -147,14 +147,18 @@ def test_a_prompt_takes_longer_where_the_device_has_just_computed_another(skips:
     share = heat * math.exp(-warm / 0.05) + (1 - 4e-3 / warm) * (1 - math.exp(-warm / 0.05))
     cooled = share * math.exp(-(last + host - first.token_times[0]) / 0.05)
     assert second.token_times[0] - begin == pytest.approx(host + cold + 1e-4 * 64 * cooled, rel=1e-12)
+    row = first.token_times[1] - first.token_times[0] - host
+    assert row == pytest.approx(4e-3 + 129e-8 + 1e-3 * share * math.exp(-host / 0.05), rel=1e-12)
 
 
 def test_a_slower_device_has_the_same_host() -> None:
     own = replace(COSTS, push_block_s=2e-5, expand_s=1e-6, held_block_s=1e-5, throttled_s=1e-5, settles_s=0.1)
-    slower, rows = own.slower(3.0), range(1000, 1100, 7)
+    slower, rows, cold = own.slower(3.0), range(1000, 1100, 7), own.heat(1)
     for work in (Work.decode(7, 1000), Work(7, 300, 1000, 900, 1200, 20_000, 12, heat=0.7)):
         assert slower.device_s(work) == pytest.approx(3 * own.device_s(work), rel=1e-12)
-    assert slower.rows_s(7, rows) == pytest.approx([3 * seconds for seconds in COSTS.rows_s(7, rows)], rel=1e-12)
+    assert slower.rows_s(7, rows, cold, 0.0, 0.0) == pytest.approx(
+        [3 * seconds for seconds in COSTS.rows_s(7, rows, cold, 0.0, 0.0)], rel=1e-12
+    )
     assert (slower.host_s(5), slower.copy_s(5), slower.push_s(5)) == (COSTS.host_s(5), COSTS.copy_s(5), 1e-4)
 
 
@@ -195,14 +199,18 @@ def test_a_prefix_in_host_memory_takes_what_its_blocks_take() -> None:
     assert again.token_times == pytest.approx([2.0 + copies + AFTER_COPIES], rel=1e-12)
 
 
+HOT = replace(COSTS, throttled_s=1e-4, recovering_s=2e-3, settles_s=0.05, pieces_s=6e-3, captured_tokens=2000)
+
+
+@pytest.mark.parametrize("costs", [COSTS, HOT], ids=["cold", "hot"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig) -> None:
+def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig, costs: FittedCosts) -> None:
     """Also where KV memory is short, so that requests wait and give way."""
     limits = Limits(200, "a test", 60 if config.scheduler.chunked_prefill else 130, 100 if copies(config) else 0)
     told, planned = [], []
     for skips in (False, True):
-        engine = replica(overlap, skips, config, limits)
+        engine = replica(overlap, skips, config, limits, costs)
         plans = watch(engine.core.executor)
         ended: list[Request] = []
         for now, prompt, output, priority in random_load(60, seed=1):

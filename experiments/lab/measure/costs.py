@@ -29,7 +29,7 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.modeling.spec import ModelSpec, MoESpec
-from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, Heat, StepCosts, Work, require_simulated
+from mini_infer.simulation.costs import ATTENTION, OF_HEAT, Curve, FittedCosts, Heat, StepCosts, Work, require_simulated
 
 FOLDER = CONF / "costs"
 SUM_S = 3e-6  # of a sum over ranks, whatever its size: measured on two H200s (experiment=all_reduce)
@@ -216,10 +216,10 @@ class Watched:
     def heat(self, stages: int) -> Heat:
         return self.fitted.heat(stages)
 
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
+    def rows_s(self, rows: int, contexts: range, heat: Heat, begin: float, pause_s: float) -> list[float]:
         self.asked += len(contexts)
         self.beyond += len(contexts) * (rows > self._most_rows)
-        return self.fitted.rows_s(rows, contexts)
+        return self.fitted.rows_s(rows, contexts, heat, begin, pause_s)
 
 
 def of_dry(config: DryConfig) -> FittedCosts:
@@ -256,7 +256,7 @@ class Roofline:
     def heat(self, stages: int) -> Heat:
         return Heat(0.0, 0.0)
 
-    def rows_s(self, rows: int, contexts: range) -> list[float]:
+    def rows_s(self, rows: int, contexts: range, heat: Heat, begin: float, pause_s: float) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""
         first, last = (self.device_s(Work.decode(rows, context)) for context in (contexts[0], contexts[-1]))
         return np.linspace(first, last, len(contexts)).tolist()
@@ -282,7 +282,7 @@ def over_ranks(alone: FittedCosts, target: Target) -> FittedCosts:
     decode = shared(alone.decode, lambda tokens: Work.decode(tokens, 0))
     prompts = shared(alone.prompts, lambda tokens: Work(0, tokens, 0, 0, 0, 0))
     read = target.block_bytes / target.rank_block_bytes
-    shares = {**dict.fromkeys((*ATTENTION, "throttled_s"), parallel.tensor), "slot_s": read, "held_block_s": read}
+    shares = {**dict.fromkeys((*ATTENTION, *OF_HEAT), parallel.tensor), "slot_s": read, "held_block_s": read}
     attention = {name: getattr(alone, name) / share for name, share in shares.items()}
     return replace(alone, decode=decode, prompts=prompts, **attention)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lab.measure.traces import StepRow
-from mini_infer.simulation.costs import ATTENTION, Curve, FittedCosts, Heat, Work
+from mini_infer.simulation.costs import ATTENTION, OF_HEAT, Curve, FittedCosts, Heat, Work
 
 MOST_KNOTS = 24  # of a curve
 OUTLIERS = 5.0  # times the median error: a step that is further off met something else than its work
@@ -111,11 +111,11 @@ def _launched(steps: Sequence[MeasuredStep]) -> float:
 
 
 def _heated(steps: Sequence[MeasuredStep], heat: Heat) -> Array:
-    """[N] that of the device as each step with prompts begins; 0 of rows alone."""
+    """[N] that of the device as each step begins."""
     found = []
     for step in steps:
         begin = step.end_s - step.device_s
-        found.append(heat.at(begin) if step.work.prompt_tokens else 0.0)
+        found.append(heat.at(begin))
         if step.work.prompt_tokens:
             heat.add(begin, step.device_s)
     return np.array(found)
@@ -135,24 +135,24 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float, settles_s: float) -> tup
     columns = [_rises(tokens, own) * of_kind[:, None] for own, of_kind in curves]
     fewest = ~with_prompts & (tokens == tokens[~with_prompts].min())
     heats = _heated(steps, Heat(settles_s, float(np.median(seconds[fewest]))))
-    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts, heats * tokens])
+    of_heat = np.column_stack([heats * tokens * with_prompts, heats * ~with_prompts])
+    matrix = np.column_stack([*columns, work[:, 2:6], work[:, 0] * with_prompts, of_heat])
     solution, errors = _least_absolute(matrix, seconds, _typical(tokens, with_prompts, seconds))
-    attention, throttled_s = solution[-6:-1].tolist(), float(solution[-1])
+    linear = dict(zip((*ATTENTION, *OF_HEAT), solution[-7:].tolist(), strict=True))
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
-        for own, rise in zip(knots, np.split(solution[:-6], [len(knots[0])]), strict=True)
+        for own, rise in zip(knots, np.split(solution[:-7], [len(knots[0])]), strict=True)
     )
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
     costs = FittedCosts(
         decode,
         prompts,
-        **dict(zip(ATTENTION, attention, strict=True)),
+        **linear,
         plan_s=plan_s,
         row_s=row_s,
         block_s=block_s,
-        throttled_s=throttled_s,
-        settles_s=settles_s if throttled_s else 0.0,
+        settles_s=settles_s if any(linear[name] for name in OF_HEAT) else 0.0,
     )
     return costs, errors
 
