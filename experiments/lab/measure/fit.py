@@ -18,7 +18,7 @@ OUTLIERS = 5.0  # times the median error: a step that is further off met somethi
 MIN_STEPS = 20  # of each kind, for a fit
 ROUNDS = 8  # of least squares, until steps that are far off hardly count
 SMALLEST_ERROR = 0.01  # that weighs a step less: below it errors are noise
-SETTLES_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # of a device's heat: what is tried
+SETTLES_S = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.6, 0.8)  # of a device's heat: what is tried
 
 Array = NDArray[np.float64]
 
