@@ -10,9 +10,13 @@ from small_runs import run as measured
 
 from experiments import calibrate
 from experiments.calibrate import KINDS, Calibrate
+from experiments.lab import predict
+from experiments.lab.execute import execute
 from experiments.lab.measure import costs
+from experiments.lab.measure.hardware import torch_threads
 from experiments.lab.measure.simulated import Simulator, drive
 from experiments.lab.measure.traces import StepRow
+from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
 
 SMALL = [
@@ -72,3 +76,30 @@ def test_an_end_that_was_told_late_tells_what_the_launch_behind_it_took() -> Non
     assert [step.device_s for step in found] == pytest.approx([4e-3, 4e-3, 4e-3, 10e-3, 4e-3])
     assert [step.launch_s for step in found] == [None, None, None, pytest.approx(6e-3), None]
     assert [step.end_s for step in found] == pytest.approx(ends)
+
+
+def test_a_stored_calibration_is_fitted_anew(compose_config, tmp_path: Path) -> None:
+    """To the same steps, as they are rounded in their file: of the errors that were stored nothing stays, and the file of
+    costs says when. A second time changes no more."""
+    given = [*SMALL, "hardware=cpu", "measure.threads=1", f"paths.results={tmp_path}/results", "paths.run=tiny"]
+    with torch_threads(1):
+        execute(compose_config(*given), "calibrate", given, tmp_path)
+    (path,) = tmp_path.glob(f"results/{store.EVERY_RUN}")
+    (of_costs,) = (tmp_path / "results/costs").iterdir()
+    measured_run, known = store.read(path), costs.read(of_costs)
+    wrong = [replace(row, value=9.0) for row in measured_run.rows]
+    store.write(tmp_path / "results", replace(measured_run, rows=tuple(wrong)))
+    of_costs.unlink()
+    told = predict.again(path, [], Path(__file__).resolve().parents[2])
+    after, anew = store.read(path), costs.read(of_costs)
+    assert after.steps == measured_run.steps
+    assert [row.value for row in after.rows] == pytest.approx([row.value for row in measured_run.rows], abs=0.01)
+    assert anew.costs.decode.seconds == pytest.approx(known.costs.decode.seconds, rel=0.01)
+    assert replace(anew, how=known.how, costs=known.costs, residuals=known.residuals) == known
+    assert "; fitted anew on " in anew.how
+    assert f"costs    {of_costs}" in told
+    predict.again(path, [], Path(__file__).resolve().parents[2])
+    assert (store.read(path).rows, costs.read(of_costs).costs) == (after.rows, anew.costs)
+    assert [note for note in store.read(path).info.notes if note.startswith("Fitted anew on ")] == [
+        after.info.notes[-1]
+    ]
