@@ -79,8 +79,8 @@ def test_an_end_that_was_told_late_tells_what_the_launch_behind_it_took() -> Non
 
 
 def test_a_stored_calibration_is_fitted_anew(compose_config, tmp_path: Path) -> None:
-    """To the same steps, as they are rounded in their file: of the errors that were stored nothing stays, and the file of
-    costs says when. A second time changes no more."""
+    """To the same steps, as they are rounded in their file: of the errors that were stored nothing stays, and the costs
+    say when. A second time changes no more."""
     given = [*SMALL, "hardware=cpu", "measure.threads=1", f"paths.results={tmp_path}/results", "paths.run=tiny"]
     with torch_threads(1):
         execute(compose_config(*given), "calibrate", given, tmp_path)
