@@ -27,7 +27,7 @@ from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import require_servable
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import NONE_OF, PREDICTED, RATE
+from experiments.lab.spec import NONE_OF, PREDICTED, RATE, TAKE
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
@@ -139,7 +139,7 @@ class Ablation(Experiment):
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
                 found = self.simulator.setup(cell.engine).found  # before anything is measured
-                sources[f"What simulated steps take: {found.source}."] = None
+                sources[f"{TAKE}{found.source}."] = None
                 if not found.measured:  # what is not met is no miss
                     predictions.pop(cell.variant, None)
             elif cell.engine.model.load_format is not LoadFormat.dry:

@@ -30,7 +30,7 @@ from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
 from experiments.lab.points import Point, find_point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import IN_TIME, PREDICTED, Count, ExperimentSpec, Positive, Several
+from experiments.lab.spec import IN_TIME, PREDICTED, TAKE, Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
@@ -183,7 +183,7 @@ class Disaggregation(Probe):
         if self._only_simulated:
             configs = [_config(self.engine, self.of_arm(variant)) for variant in self.variants]
             sources = dict.fromkeys(self.simulator.setup(config).found.source for config in configs)
-            notes = [NOT_SIMULATED, *(f"What simulated steps take: {source}." for source in sources)]
+            notes = [NOT_SIMULATED, *(f"{TAKE}{source}." for source in sources)]
             found = super().measure(steps)
             return replace(found, notes=[*notes, *self.simulator.beyond()])
         keep = self.spec.keep_engines

@@ -23,7 +23,7 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.points import flat, keys, within
 from experiments.lab.show import grids
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import NONE_OF, PREDICTED, STEPS
+from experiments.lab.spec import NONE_OF, PREDICTED, STEPS, TAKE
 from experiments.lab.store import provenance, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row, from_plain
@@ -39,7 +39,7 @@ FITTED_ANEW = "Fitted anew on"
 OLD_PAGE = "Its page is still as before: run `python run.py report`"
 SUMMARY = re.compile(r"\bOf \d+ predictions ")
 OF_PREDICTIONS = re.compile(  # notes, behind the process that they are of
-    r"Predicted (anew )?on |What simulated steps take: |Of \d+ predictions |Predictions that missed by |"
+    rf"Predicted (anew )?on |{TAKE}|Of \d+ predictions |Predictions that missed by |"
     r"\d+ more could not be compared|[\d.]+% of the simulated steps lie beyond "
 )
 
@@ -85,17 +85,22 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
     visited = {*info.points, *(point.name for point in found.points or ())}
     points = {point.name: dict(point.values) for point in experiment.points if point.name in visited}
     info = replace(info, points=points, peers={**info.peers, **found.peers})
-    if lost := [name for name in grids.predictions_of(before.info) if name not in grids.predictions_of(info)]:
+    before_and_now = names if first else grids.predictions_of(before.info)
+    lost = [name for name in before_and_now if name not in grids.predictions_of(info)]
+    if lost and (not first or lost == names):
         source = info.peers[lost[0]][0][STEPS]  # which says how to measure them
         raise ConfigError(f"{place}: today steps of {lost[0].removesuffix(PREDICTED)} would take {source}")
+    of_lost = tuple([part for name in lost for part in (info.variants[name], f"{TAKE}{info.peers[name][0][STEPS]}")])
+    said = [note for note in found.notes if not (of_lost and note.startswith(of_lost))]
+    info, names = _without(info, lost), [name for name in names if name not in lost]
     every = [name for name, _ in store.TABLES.values() if getattr(before, name)]  # older results have fewer tables
     stored = {None, *(row.process for row in before.rows)}  # processes: one that was stopped early has left nothing
     tables: dict[str, Any] = {}
     for name in every:
-        own = [row for row in getattr(found, name) if row.__dict__.get(TURN[0]) in stored]
+        own = [row for row in getattr(found, name) if row.__dict__.get(TURN[0]) in stored and row.variant not in lost]
         own = [replace(row, variant=row.variant + mark) for row in own] if mark else own
         tables[name] = _replaced(getattr(before, name), own, names)
-    info = replace(info, notes=_notes(info, found.notes, tables["rows"], "on" if first else "anew on", root))
+    info = replace(info, notes=_notes(info, said, tables["rows"], "on" if first else "anew on", root))
     lines = [f"removed  {remarks}, which was about the predictions before"] if remarks.exists() and not first else []
     with runs.exclusive(results):
         _require_unchanged(before, path)
@@ -148,6 +153,15 @@ def _with_predictions(info: store.RunInfo, today: Mapping[str, str], notes: Sequ
         raise ConfigError(". ".join([f"{store.run_path(info)}: nothing that it measured can be predicted", *without]))
     variants = {key: of for name, label in info.variants.items() for key, of in ({name: label} | behind[name]).items()}
     return replace(info, variants=variants, notes=(*info.notes, *without))
+
+
+def _without(info: store.RunInfo, names: Collection[str]) -> store.RunInfo:
+    """Where the first predictions of a run would be bounds or estimates: no column beside what was measured."""
+    labels = [(info.variants[name].removesuffix(", predicted"), info.peers[name][0][STEPS]) for name in names]
+    notes = [f"{NONE_OF}{label}: its steps would take {source}." for label, source in labels]
+    variants = {key: label for key, label in info.variants.items() if key not in names}
+    peers = {key: peer for key, peer in info.peers.items() if key not in names}
+    return replace(info, variants=variants, peers=peers, notes=(*info.notes, *notes))
 
 
 def _told(result: store.Result) -> str:

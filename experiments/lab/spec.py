@@ -17,6 +17,7 @@ VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
 RATE = "workload.rate_per_s"  # what a search varies
 IN_TIME = 0.9  # of the requests, at a rate that is called sustained
 PREDICTED = " predicted"  # behind a variant's name: the same one, simulated
+TAKE = "What simulated steps take: "  # begins the note on where their costs are from
 NONE_OF = "Nothing is predicted of "  # begins the note on variants that the simulator does not know
 STEPS = "steps' times"  # of a simulated variant, among the facts about it: where they come from
 # How that begins where nobody has measured them.

@@ -21,7 +21,7 @@ from experiments.lab.measure import clocks, costs, hardware, processes
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.predict import OF_PREDICTIONS, _replaced, again
-from experiments.lab.spec import PREDICTED
+from experiments.lab.spec import PREDICTED, TAKE
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
@@ -278,6 +278,24 @@ def test_a_variant_that_is_not_simulated_stays_without_and_is_named(run: Path) -
     assert note.startswith(
         "Nothing is predicted of drafts (method ngram): speculation.method=ngram: a simulated engine"
     )
+
+
+def test_a_variant_of_which_no_costs_are_known_stays_without_and_is_named(run: Path) -> None:
+    without_predictions(run)
+    info = store.read(run).info
+    info.config["experiment"]["variants"]["blocks"] = {"label": "small blocks", "cache": {"block_size": 8}}
+    typed = shlex.quote("+experiment.variants.blocks={label: small blocks, cache: {block_size: 8}}")
+    origin = dataclasses.replace(info.provenance, command=f"{info.provenance.command} {typed}")
+    known = store.plain(Ceilings(10.0, 10.0, {"float32": 0.1}, threads=1))
+    variants = {**info.variants, "blocks": "small blocks"}
+    changed(run, config=info.config, provenance=origin, variants=variants, ceilings=known)
+    again(run, [], ROOT)
+    new = store.read(run)
+    assert f"whole{PREDICTED}" in new.info.variants
+    assert f"blocks{PREDICTED}" not in {*new.info.variants, *new.info.peers, *(row.variant for row in new.rows)}
+    (note,) = [note for note in new.info.notes if "small blocks" in note]
+    assert note.startswith("Nothing is predicted of small blocks: its steps would take the roofline, a bound")
+    assert [note for note in new.info.notes if note.startswith(f"{TAKE}the roofline")] == []
 
 
 def test_loads_of_disaggregation_are_predicted_too(compose_config: Any, tmp_path: Path) -> None:
