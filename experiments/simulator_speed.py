@@ -40,6 +40,12 @@ COSTS = FittedCosts(
     pair_s=1.5e-10,
     plan_s=1e-4,
     row_s=5e-7,
+    throttled_s=1e-6,
+    recovering_s=4e-4,
+    settles_s=0.07,
+    pieces_s=4.5e-3,
+    eager_s=1.4e-2,
+    captured_tokens=2048,
 )
 LIMITS = Limits(max_model_len=16_384, reason="the benchmark", num_blocks=20_000, num_host_blocks=0)
 METRICS = {
