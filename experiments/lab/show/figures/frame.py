@@ -45,6 +45,7 @@ EDGE: Any = ("axes fraction", "data")  # coordinates: from the left end of the a
 DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
+LEGEND_ROWS, LEGEND_ROW = 4, 0.19  # that every figure has room for; inches
 LEGEND_CHARACTERS = 110  # a row
 ROOM = 1.05  # times the highest value an axis from 0 reaches
 SPARE = 2.0  # times what is measured it reaches at most, whatever its intervals
@@ -132,6 +133,8 @@ def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
             found.setdefault(label, {}).setdefault(kind, handle)
     if len(found) >= least:
         columns = max(1, LEGEND_CHARACTERS // (max(len(label) for label in found) + 10))
+        more = -(-len(found) // columns) - LEGEND_ROWS
+        figure.set_figheight(figure.get_figheight() + max(0, more) * LEGEND_ROW)  # which the axes would lack
         handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
         figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
                       frameon=False, handlelength=3.4, handler_map={tuple: HandlerTuple(ndivide=None)})  # fmt: skip
