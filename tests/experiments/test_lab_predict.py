@@ -45,7 +45,7 @@ def once(compose_config, tmp_path_factory) -> Path:
     config = compose_config(*given)
     engine = schema.engine_config(config.engine)
     layout = Layout.of(engine, *costs.served(engine, "cpu"), "cpu", 1)
-    fitted = FittedCosts(Curve((1,), (1e-2,)), Curve((1,), (1e-2,)), 0, 0, 0, 0, 0)
+    fitted = FittedCosts(Curve((1,), (0.1,)), Curve((1,), (0.1,)), 0, 0, 0, 0, 0)  # more than the least of any machine
     (folder / "costs").mkdir()
     costs.save(folder / "costs/a.yaml", CostFile(hardware.name("cpu"), layout, "2026-11-22", "a test", fitted))
     with pytest.MonkeyPatch.context() as patch, hardware.torch_threads(1):
