@@ -91,7 +91,7 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
         source = info.peers[lost[0]][0][STEPS]  # which says how to measure them
         raise ConfigError(f"{place}: today steps of {lost[0].removesuffix(PREDICTED)} would take {source}")
     of_lost = tuple([part for name in lost for part in (info.variants[name], f"{TAKE}{info.peers[name][0][STEPS]}")])
-    said = [note for note in found.notes if not (of_lost and note.startswith(of_lost))]
+    said = [note for note in found.notes if not note.startswith(of_lost)]
     info, names = _without(info, lost), [name for name in names if name not in lost]
     every = [name for name, _ in store.TABLES.values() if getattr(before, name)]  # older results have fewer tables
     stored = {None, *(row.process for row in before.rows)}  # processes: one that was stopped early has left nothing
@@ -107,9 +107,7 @@ def again(path: Path, overrides: Sequence[str], root: Path) -> str:
         store.write(results, replace(before, info=info, **tables))
         if first and before.remarks:  # about what was measured
             store.write_atomic({remarks: f"{before.remarks}\n"})
-    told = [_told(result) for result in (before, store.read(path))]
-    told = [f"{when:<7}  {words}" for when, words in zip(("before", "after"), told, strict=True)]
-    return "\n".join([*told, f"results  {path}", *lines, OLD_PAGE])
+    return _lines(_told(before), _told(store.read(path)), f"results  {path}", *lines)
 
 
 def _fitted_anew(experiment: Any, before: store.Result, path: Path, results: Path, root: Path) -> str:
@@ -127,8 +125,11 @@ def _fitted_anew(experiment: Any, before: store.Result, path: Path, results: Pat
         _require_unchanged(before, path)
         found = experiment.save(before.steps, folder, name, key, version, started, anew=when)
         store.write(results, replace(anew, info=info))
-    told = [f"{when:<7}  {_errors(of)}" for when, of in (("before", before), ("after", anew))]
-    return "\n".join([*told, f"costs    {found}", f"results  {path}", OLD_PAGE])
+    return _lines(_errors(before), _errors(anew), f"costs    {found}", f"results  {path}")
+
+
+def _lines(before: str, after: str, *files: str) -> str:
+    return "\n".join([f"before   {before}", f"after    {after}", *files, OLD_PAGE])
 
 
 def _errors(result: store.Result) -> str:
