@@ -247,14 +247,14 @@ class Ablation(Experiment):
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
         for variant, engine in self._gated.items():
-            engines = [_one_engine(self._cell(variant, point).engine) for point in self._gate_at]
-            if repr(engines) not in known:
+            engines = {point.name: _one_engine(self._cell(variant, point).engine) for point in self._gate_at}
+            if (of_all := repr(engines)) not in known:
                 steps.note(f"gates: tokens of {self.variants[variant]}, beside each request's alone")
-                known[repr(engines)] = gates = [exact.of_probes(variant, engine)]
-                for point, config in zip(self._gate_at, engines, strict=True) if device == "cuda" else ():
-                    asked = inputs[point.name]
-                    gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
-            found += [replace(gate, variant=variant) for gate in known[repr(engines)]]
+                known[of_all] = [exact.of_probes(variant, engine)]
+                for config in {repr(own): own for own in engines.values()}.values() if device == "cuda" else ():
+                    loads = {point: inputs[point] for point, own in engines.items() if own == config}
+                    known[of_all] += exact.of_own(variant, config, loads)
+            found += [replace(gate, variant=variant) for gate in known[of_all]]
         return found
 
     def _inputs(self, point: Point, vocabulary: Vocabulary) -> Inputs:

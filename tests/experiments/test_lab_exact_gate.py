@@ -15,7 +15,7 @@ from model_shapes import LATENTS, SHAPES
 from experiments.lab.judge import exact_gate
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
-from experiments.lab.workloads import Item
+from experiments.lab.workloads import Inputs, Item
 from mini_infer import EngineConfig
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
@@ -249,14 +249,14 @@ def test_a_fault_that_a_request_alone_has_too_is_found(monkeypatch: pytest.Monke
 # --- an experiment's own requests ----------------------------------------------------------------------------------
 
 
-def of_own(gate: ExactGate) -> Gate:
+def of_own(gate: ExactGate) -> list[Gate]:
     """What a GPU's runs ask at each point: some requests that share, a prompt of three chunks, one that went before."""
     rng = np.random.default_rng(0)
     shared, other, middle, *more = (
         tuple(rng.integers(4, 1000, count).tolist()) for count in (32, 32, 32, 3, 5, 150, 9)
     )
     prompts = [shared + middle + more[0], other + middle + more[1], more[2], shared + more[3], middle + more[3]]
-    items = [Item(prompt, 8) for prompt in prompts]
+    items = tuple(Item(prompt, 8) for prompt in prompts)
     base = config("as it is", gate.device)
     engine = replace(
         base,
@@ -264,13 +264,14 @@ def of_own(gate: ExactGate) -> Gate:
         cache=replace(base.cache, num_blocks=24),
         scheduler=replace(base.scheduler, max_num_batched_tokens=64, max_num_seqs=4),
     )
-    return gate.of_own("as it is", "a point", engine, items[:1], items)
+    loads = {"another": Inputs(items[2:4], ()), "a point": Inputs(items, (), items[:1])}
+    return gate.of_own("as it is", engine, loads)
 
 
 def test_own_requests_are_answered_as_alone(gate: ExactGate) -> None:
     found = of_own(gate)
-    assert found.passed, found.first_difference
-    assert (found.point, found.total_tokens) == ("a point", 2 * 5 * 8)
+    assert all(each.passed for each in found), found
+    assert [(each.point, each.total_tokens) for each in found] == [("another", 2 * 2 * 8), ("a point", 2 * 5 * 8)]
 
 
 @replaces_methods
@@ -279,7 +280,7 @@ def test_own_requests_are_answered_as_alone(gate: ExactGate) -> None:
 )
 def test_a_planted_fault_is_found_by_own_requests(gate: ExactGate, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     fault(monkeypatch)
-    assert not of_own(gate).passed
+    assert not all(each.passed for each in of_own(gate))
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])

@@ -142,7 +142,7 @@ def test_the_gate_may_be_left_to_some_points(build, monkeypatch):
         asked.append((variant, point))
         return compare(variant, point, [[1]], [[1]], "it is answered alone")
 
-    monkeypatch.setattr(ablation.ExactGate, "of_own", lambda self, variant, point, *_: gate(variant, point))
+    monkeypatch.setattr(ablation.ExactGate, "of_own", lambda _, variant, __, loads: [gate(variant, p) for p in loads])
     monkeypatch.setattr(ablation.ExactGate, "of_probes", lambda self, variant, _: gate(variant, ""))
     own = property(lambda self: {v: self._cell(v, self._grid[0]).engine for v in self._alone})
     monkeypatch.setattr(ablation.Ablation, "_gated", own)  # of a dry model there is none

@@ -5,7 +5,7 @@ compute in fp32, whose sums come out alike often enough for every token to be eq
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle, zip_longest
@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.lab.judge import logit_gate
 from experiments.lab.judge.gate import Gate, Tokens, compare
-from experiments.lab.workloads import Item
+from experiments.lab.workloads import Inputs, Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, LoraConfig, ModelConfig, Numerics
 from mini_infer.core.request import TokenLogprob
@@ -53,39 +53,48 @@ class ExactGate:
         self._how = "; batch-invariant numerics, to the bit" if self._on_gpu else ""
         self._alone: dict[str, Answer] = {}  # of a plain engine, by its config and the question
 
-    def of_own(
-        self, variant: str, point: str, config: EngineConfig, prime: Sequence[Item], items: Sequence[Item]
-    ) -> Gate:
-        """Of a variant's requests at a point, those of a closed loop and of an open one alike all at once."""
-        asked = items[:: max(1, -(-len(items) // MOST_REQUESTS))]
-        questions = _questions([list(item.prompt) for item in asked], [item.output_tokens for item in asked])
-        weights = f"{logit_gate.LAYERS} layers, random weights"
-        return self._gate((variant, point), _shrunk(config), questions, weights, prime)
+    def of_own(self, variant: str, config: EngineConfig, loads: Mapping[str, Inputs]) -> list[Gate]:
+        """Of a variant's requests at each point of `loads`, those of a closed loop and of an open one alike all at
+        once. One engine answers the points after each other: to start it takes longer than to ask."""
+        asked = {}
+        for point, load in loads.items():
+            items = load.measured[:: max(1, -(-len(load.measured) // MOST_REQUESTS))]
+            questions = _questions([list(item.prompt) for item in items], [item.output_tokens for item in items])
+            asked[point] = load.prime, questions
+        return self._gates(variant, _shrunk(config), asked, f"{logit_gate.LAYERS} layers, random weights")
 
     def of_prompts(self, variant: str, config: EngineConfig, prompts: Sequence[list[int]], length: int) -> Gate:
         """Of a config as it is, with its own weights, all of these at once; `length` tokens of each answer."""
-        return self._gate((variant, ""), config, _questions(prompts, [length] * len(prompts)), "its own weights", ())
+        asked = {"": ((), _questions(prompts, [length] * len(prompts)))}
+        return self._gates(variant, config, asked, "its own weights")[0]
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With a shipped model, in place of the variant's."""
-        questions, stressed = probes(whole=not config.scheduler.chunked_prefill), _stressed(config)
+        asked, stressed = {"": ((), probes(whole=not config.scheduler.chunked_prefill))}, _stressed(config)
         weights = f"trained weights of {stressed.model.path}, small chunks, little memory"
-        return self._gate((variant, ""), stressed, questions, weights, ())
+        return self._gates(variant, stressed, asked, weights)[0]
 
-    def _gate(
-        self, cell: tuple[str, str], config: EngineConfig, asked: list[Question], weights: str, prime: Sequence[Item]
-    ) -> Gate:
+    def _gates(
+        self, variant: str, config: EngineConfig, asked: Mapping[str, tuple[Sequence[Item], list[Question]]], of: str
+    ) -> list[Gate]:
+        """One for each point, of what it primes the prefix cache with and then asks; `of` says whose weights."""
         config = replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
+        found = []
         with closing(LLMEngine(config)) as engine:
-            for item in prime:
-                engine.generate([list(item.prompt)], SamplingParams(temperature=0, max_tokens=1))
-            # The second time prefixes are there, and what drafts are proposed from.
-            found = [_answers(engine, asked) for _ in range(2)]
-        expected = self._expected(plain(config), asked)
-        right = [[token for token, _ in answer] for answer in expected]
-        against = f"it is answered alone ({weights}{self._how})"
-        first, again = (compare(*cell, right, self._told(asked, answers, expected), against) for answers in found)
-        return first.joined(again)
+            for prime, questions in asked.values():
+                for item in prime:
+                    engine.generate([list(item.prompt)], SamplingParams(temperature=0, max_tokens=1))
+                # The second time prefixes are there, and what drafts are proposed from.
+                found.append([_answers(engine, questions) for _ in range(2)])
+        self._ask_alone(plain(config), [question for _, questions in asked.values() for question in questions])
+        against, gates = f"it is answered alone ({of}{self._how})", []
+        for (point, (_, questions)), twice in zip(asked.items(), found, strict=True):
+            expected = [self._alone[_key(plain(config), question)] for question in questions]
+            right = [[token for token, _ in answer] for answer in expected]
+            told = (self._told(questions, answers, expected) for answers in twice)
+            first, again = (compare(variant, point, right, tokens, against) for tokens in told)
+            gates.append(first.joined(again))
+        return gates
 
     def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> Tokens:
         """Tokens, or what stands for them. On a CPU log-probabilities' last bits depend on the company: none count."""
@@ -100,14 +109,16 @@ class ExactGate:
                     found[-1][at] = OTHER_LOGPROBS
         return found
 
-    def _expected(self, config: EngineConfig, questions: list[Question]) -> Answers:
+    def _ask_alone(self, config: EngineConfig, questions: list[Question]) -> None:
         """Each question is asked once of the same engine."""
-        keys = [repr((config, question)) for question in questions]
-        new = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._alone}
-        if new:
+        asked = {_key(config, question): question for question in questions}
+        if new := {key: question for key, question in asked.items() if key not in self._alone}:
             with closing(LLMEngine(config)) as engine:
                 self._alone |= {key: _answers(engine, [question])[0] for key, question in new.items()}
-        return [self._alone[key] for key in keys]
+
+
+def _key(config: EngineConfig, question: Question) -> str:
+    return repr((config, question))
 
 
 def plain(config: EngineConfig) -> EngineConfig:
