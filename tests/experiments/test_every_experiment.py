@@ -257,16 +257,16 @@ def quick_gates(monkeypatch) -> None:
     monkeypatch.setattr(expert_quantization, "GATE_ANSWER", 4)
     monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
-    monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
+    monkeypatch.setattr(exact_gate.ExactGate, "_gates", _gates_once)
     monkeypatch.setattr(logit_gate, "expect", partial(_once, EXPECT))
     monkeypatch.setattr(logit_gate, "measure", partial(_once, LOGITS))
     monkeypatch.setattr(logit_gate, "PROMPTS", (7, 40))
     monkeypatch.setattr(logit_gate, "STEPS", 3)
 
 
-PROBES, GATE = exact_gate.probes, exact_gate.ExactGate._gate
+PROBES, GATES_OF = exact_gate.probes, exact_gate.ExactGate._gates
 EXPECT, LOGITS = logit_gate.expect, logit_gate.measure
-GATES: list = []  # what was asked, and the gate
+GATES: list = []  # what was asked, and the gates
 KNOWN: list = []  # what was asked, and the answer
 
 
@@ -275,11 +275,10 @@ def _few(probes):
     return [(prompt, replace(params, max_tokens=6)) for prompt, params in chosen]
 
 
-def _gate_once(self, cell, *asked):
+def _gates_once(self, variant, *asked):
     if all(known != asked for known, _ in GATES):
-        GATES.append((asked, GATE(self, cell, *asked)))
-    variant, point = cell
-    return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
+        GATES.append((asked, GATES_OF(self, variant, *asked)))
+    return next([replace(gate, variant=variant) for gate in found] for known, found in GATES if known == asked)
 
 
 def _once(function, *asked):

@@ -7,7 +7,14 @@ from matplotlib.figure import Figure
 from test_lab_metrics import record, trace, value
 
 from experiments.lab.judge import pairs
-from experiments.lab.judge.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
+from experiments.lab.judge.draft_formulas import (
+    NO_COSTS,
+    NO_DRAFT_MODEL,
+    NO_DRAFTS,
+    READ_LATE,
+    expected_tokens,
+    leviathan_speedup,
+)
 from experiments.lab.judge.formulas import SERVING, Missing
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import Served
@@ -146,6 +153,11 @@ def test_drafts_without_a_model_take_none_of_its_time():
     assert value("draft_cost", served(two_drafts(0, 0.0, 1.0, (1, 0)), costs=lookup)) is NO_DRAFT_MODEL
     assert value("draft_time_share", served(two_drafts(0, 0.0, 1.0, (1, 0)))) is NO_DRAFT_MODEL
     assert value("draft_time_share", served(record(0, 0.0, 1.0, decode_tokens=1))) is NO_DRAFTS
+
+
+def test_drafting_takes_no_more_than_all_of_its_steps():
+    assert value("draft_time_share", served(two_drafts(0, 0.0, 1.0, (1, 0), draft_s=1.0))) == 1.0
+    assert value("draft_time_share", served(two_drafts(0, 0.0, 1.0, (1, 0), draft_s=1.1))) is READ_LATE
 
 
 # Tables and figures

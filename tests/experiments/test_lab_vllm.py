@@ -1,16 +1,18 @@
 """The pure parts of vLLM as a peer: its arguments from our settings, and the loop that drives it, on an engine that is
 made up."""
 
+import importlib
 import json
 import os
 import queue
 import shutil
+import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 from made_up_trace import trace
@@ -126,6 +128,7 @@ def test_a_shape_becomes_a_folder(arguments, tmp_path):
 
 def test_drafts_are_the_same_ones(arguments):
     lookup = {"method": "ngram", "num_tokens": 3, "ngram_min": 1, "adaptive": False}
+    assert "worker_cls" not in arguments(speculation=lookup)
     assert arguments(speculation=lookup)["speculative_config"] == {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -146,10 +149,33 @@ def test_drafts_are_the_same_ones(arguments):
 
 def test_a_trained_draft_is_a_folder(arguments):
     given = {"method": "draft", "adaptive": False, "draft": {"path": "tiny-draft"}}
-    found = arguments(speculation=given)["speculative_config"]
+    asked = arguments(speculation=given)
+    assert asked["worker_cls"] == vllm.DRAFT_WORKER
+    found = asked["speculative_config"]
     assert (found["method"], Path(found["model"]).joinpath("config.json").exists()) == ("draft_model", True)
     with pytest.raises(ConfigError, match="drafts with a model or with ngram"):
         arguments(speculation={"method": "synthetic", "acceptance": 0.5, "adaptive": False})
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_drafter_of_vllm_is_told_of_its_graphs_once(monkeypatch, told):
+    class Worker:
+        def __init__(self):
+            self.model_runner = MagicMock()
+
+        def initialize_from_config(self, kv_cache_config):
+            self.model_runner.compilation_config.cudagraph_mode = kv_cache_config
+            self.model_runner.drafter.cudagraph_dispatcher.keys_initialized = told
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.v1.worker.gpu_worker"].Worker = Worker
+    module, _, name = vllm.DRAFT_WORKER.rpartition(".")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    worker = getattr(importlib.import_module(module), name)()
+    monkeypatch.delitem(sys.modules, module)
+    worker.initialize_from_config("settled")
+    assert worker.model_runner.drafter.initialize_cudagraph_keys.mock_calls == ([] if told else [call("settled")])
 
 
 def test_it_is_absent_where_it_cannot_be_imported():

@@ -19,6 +19,7 @@ from mini_infer.core.plan import StepRecord
 PLACES = 8  # behind a request's last token, of which acceptance is told one by one
 NO_DRAFTS = Missing("there were no drafts", applies=False)
 NO_DRAFT_MODEL = Missing("no draft model proposes", applies=False)
+READ_LATE = Missing("drafting took longer than its steps: the ends of those before them were read late")
 NO_COSTS = Missing("what its steps cost was not measured when the engine started", applies=False)
 Records = Sequence[StepRecord]
 Count = Callable[[Records], float]
@@ -54,8 +55,10 @@ def _draft_time_share(served: Served) -> float | Missing:
     drafting = [record for record in served.records if record.draft_s or record.drafted]
     if not drafting:
         return NO_DRAFTS
-    proposing = sum(record.draft_s for record in drafting)
-    return proposing / _seconds(drafting) if proposing else NO_DRAFT_MODEL
+    if not (proposing := sum(record.draft_s for record in drafting)):
+        return NO_DRAFT_MODEL
+    # A step that launches much, such as a draft model that catches up, is told late that the one before it has ended.
+    return share if (share := proposing / _seconds(drafting)) <= 1 else READ_LATE
 
 
 def expected_tokens(acceptance: float, k: int) -> float:

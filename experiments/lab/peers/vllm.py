@@ -43,6 +43,7 @@ ENVIRONMENT = {
 }
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # to which experts tokens go, where not the router's
 NO_CLAIM = 0.05  # of the GPU, which vLLM only looks whether it is free where its KV memory is given in bytes
+DRAFT_WORKER = "experiments.lab.peers.vllm_worker.WorkerWithDraftGraphs"
 FORGET_S = 10.0  # a step that was launched ahead may still hold blocks of requests that have ended
 SETTINGS = {  # as recorded -> where it stands in VllmConfig
     "dtype": "model_config.dtype",
@@ -238,6 +239,8 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = NO_CLAIM
     if drafts:
         arguments["speculative_config"] = _speculative_config(speculation, arguments["model"], folder / "draft")
+    if speculation.has_draft_model:
+        arguments["worker_cls"] = DRAFT_WORKER
     return arguments
 
 
