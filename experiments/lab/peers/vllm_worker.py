@@ -1,5 +1,5 @@
-"""vLLM's worker for runs with a draft model. vLLM 0.23 does not tell such a drafter which sizes its CUDA graphs have, so
-that it captures none and launches the draft kernel by kernel. Later versions do (vllm-project/vllm#47460)."""
+"""vLLM's worker for runs with a draft model. vLLM 0.23 does not tell such a drafter which sizes its CUDA graphs have,
+so that it captures none and launches the draft kernel by kernel. Later versions do (vllm-project/vllm#47460)."""
 
 from __future__ import annotations
 
