@@ -18,6 +18,7 @@ from experiments.lab.judge import claims, stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
+from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
@@ -189,17 +190,19 @@ class Probe(Experiment):
         steps.plan(repeats * len(self.timed))
         rows: list[Row] = []
         names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
-        rounds = [(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)]
+        watch = Watch(hardware.resolve(self.device))
+        rounds = [(name, partial(self._repeat, i, name, rows, steps, watch)) for i, name in enumerate(names)]
         status, error = run_rounds(rounds)
-        return Findings(rows, status=status, error=error)
+        return Findings(rows, status=status, error=error, gpu=watch.summary())
 
-    def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
+    def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps, watch: Watch) -> None:
         self.repeat, found = repeat, list[Row]()
         for variant, point in stats.abba(self.timed, repeat):
             label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
             steps.next(f"{label}{point.name}, {name}")
             gc.collect()
             values = self.values(variant, point)
+            watch.look()
             found += self._rows(variant, point, repeat, values, self.problem())
         for variant, point, values in self.derived(found):
             found += self._rows(variant, point, repeat, values)

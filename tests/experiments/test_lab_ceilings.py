@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from experiments import ceilings as experiment
 from experiments.ceilings import CeilingsExperiment
 from experiments.lab.axes import CONF
 from experiments.lab.execute import execute
-from experiments.lab.measure import ceilings, hardware
+from experiments.lab.measure import ceilings, clocks, hardware
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.show import answer
 from experiments.lab.show.progress import Steps
@@ -40,10 +41,13 @@ def quick(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path):
+def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path, monkeypatch):
     config = compose_config(*SMALL, f"paths.results={tmp_path / 'results'}", f"paths.reports={tmp_path / 'reports'}")
+    gpu = SimpleNamespace(read=lambda: clocks.GpuState(1755.0, 690.0, 61.0, None))
+    monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
     text = execute(config, "ceilings", [], tmp_path).read_text()
     assert "Ceilings: what this machine can do at most" in text
+    assert "the GPU had in the median 1,755 MHz, 690 W, 61 °C." in text
     kept = tmp_path / "results" / "hardware" / "cpu.yaml"  # beside results that are not the repository's own
     found = ceilings.read(kept)
     assert (found.machine, found.host_memory_gib) == (hardware.name("cpu"), hardware.host_memory_gib())

@@ -20,6 +20,7 @@ from experiments.lab.execute import execute
 from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels import fused as kernel_fused
 from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error, worst
+from experiments.lab.measure import clocks
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from mini_infer.core.config import DType
@@ -418,6 +419,14 @@ def test_the_baseline_is_timed_twice_at_every_point(build, monkeypatch, tmp_path
     assert [name for name, _ in itertools.groupby(clock.called)][-5:] == there_and_back  # at the last point
     assert "| 1x |" in page
     assert "differs from itself" not in page
+
+
+def test_what_the_gpu_said_of_itself_is_kept_and_told(build, monkeypatch, tmp_path):
+    gpu = SimpleNamespace(read=lambda: clocks.GpuState(1980.0, 512.3, 55.0, None))
+    monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
+    found, page, _ = timed_twice(build, monkeypatch, tmp_path, second=10)
+    assert [(process.clock_mhz, process.power_w) for process in found.info.processes] == [(1980.0, 512.3)]
+    assert "At the ends of passes the GPU had in the median 1,980 MHz, 512 W, 55 °C." in page
 
 
 def test_a_second_arm_that_is_slower_is_said_on_top(build, monkeypatch, tmp_path):

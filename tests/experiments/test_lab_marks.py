@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from made_up import METRICS, result
+from made_up import METRICS, equal, result
 
 from experiments.lab.judge import marks
 from experiments.lab.judge.claims import Bound, Claim
@@ -46,6 +46,14 @@ def test_a_second_arm_that_is_slower_is_found_and_said():
     assert told.startswith("the baseline differs from itself: A/A ratio 1.1")
 
 
+def test_a_small_difference_is_not_rounded_to_none():
+    baseline = [Row("base", "concurrency=8", turn, "ttft_p50_ms", 100.0, "ms") for turn in range(4)]
+    slower = [replace(row, variant="again", value=100.3 + 0.1 * row.repeat) for row in baseline]
+    (told,) = marks.of(result(variants={"base": "off", "again": "off again"}, rows=baseline + slower, aa="again"))
+    assert told.startswith("the baseline differs from itself: A/A ratio 1.0045 [1.00")
+    assert "[1.00," not in told
+
+
 def test_what_no_time_goes_into_says_nothing_of_a_second_arm():
     """A ratio of requests in a batch is 1 whatever the machine does."""
     slower = run(bias=1.1)
@@ -75,7 +83,8 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
     config = {"measure": {"processes": count}, "workload": {"arrivals": arrivals}}
     device = replace(info.provenance, device={**info.provenance.device, "gpu": "NVIDIA H200"})
     ran = tuple(ProcessInfo(n, n, "2026-01-01T00:00:00+00:00", 60.0) for n in range(count))
-    told = {"hardware": "h200", "config": config, "provenance": device, "processes": ran, **changes}
+    gates = (equal("new", "concurrency=8"),)
+    told = {"hardware": "h200", "gates": gates, "config": config, "provenance": device, "processes": ran, **changes}
     return replace(run(), info=replace(info, **told), requests=tuple(requests))
 
 
@@ -93,6 +102,9 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
         ({"aa": None, "hardware": "simulated-h200"}, []),
         ({"aa": None, "baseline": None}, []),  # as ceilings
         ({"aa": None, "provenance": run().info.provenance}, []),  # of a CPU
+        ({"gates": ()}, ["**no gates**"]),
+        ({"gates": (), "aa": None, "baseline": None}, []),
+        ({"gates": (), "provenance": run().info.provenance}, []),
     ],
 )
 def test_a_run_says_what_a_result_is_made_of_and_it_lacks(changes, says):

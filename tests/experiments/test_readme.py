@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from made_up import result
+
 from experiments.lab.show.pages import BEGIN, END, readme_with
 from experiments.lab.store import result as store
 
@@ -63,7 +65,18 @@ def test_the_table_says_which_runs_were_cut_off() -> None:
         for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")
     ]
     assert "INCOMPLETE" not in lines[0]
-    assert lines[1] == lines[0].removesuffix(" |") + " **INCOMPLETE** |"
+    assert lines[1].split(" | ")[1].endswith(" **INCOMPLETE**")
+    assert lines[1].replace(" **INCOMPLETE**", "") == lines[0]
+
+
+def test_each_mechanism_stands_there_once_in_its_largest_setting() -> None:
+    served = [result(hardware="h200", scale=scale, via="http") for scale in ("0_6b", "30b_a3b", "7b")]
+    others = [result("other", hardware=gpus, scale=scale) for gpus in ("h200", "h200x2") for scale in ("0_6b", "1_5b")]
+    rows = readme_with(f"{BEGIN}\n{END}", [*served, *others, result()]).splitlines()[3:-1]
+    pages = [row.partition("](reports/")[2].partition(")")[0] for row in rows]
+    assert pages == ["demo.30b_a3b.http.md", "other.1_5b.in_process.md"]
+    assert [row.split(" | ")[3].rstrip(" |")[-6:] for row in rows] == [", h200", "h200x2"]
+    assert all("2 supported" in row.split(" | ")[2] for row in rows)
 
 
 def test_a_readme_without_a_place_for_the_table_is_left_alone() -> None:

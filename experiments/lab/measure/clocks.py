@@ -133,10 +133,15 @@ class Watch:
         self._state = self._gpu.read() if self._gpu else None
         return speed
 
+    def look(self) -> GpuState | None:
+        """At the end of a pass, of which no more than that is asked."""
+        state = self._gpu.read() if self._gpu else None
+        self.states += [state] if state is not None else []
+        return state
+
     def after(self, before: Speed) -> Drift:
-        first, last, joules = self._state, self._gpu.read() if self._gpu else None, None
+        first, last, joules = self._state, self.look(), None
         if last is not None:
-            self.states.append(last)
             if first is not None and first.joules is not None and last.joules is not None:
                 joules = last.joules - first.joules
         return replace(drift(before, self._take(before)), joules=joules)

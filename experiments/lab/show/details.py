@@ -73,11 +73,18 @@ def _made(result: Result) -> str:
         info.method,
         " ".join(str(text) for text in told if text),
         STATISTICS,
-        f"On {wording.device(info)}; {counted}.{ceilings}",
+        f"On {wording.device(info)}; {counted}.{_of_the_gpu(info)}{ceilings}",
         f"Workload: {wording.settings(info.workload)}." if info.workload else "",
         _provenance(result),
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def _of_the_gpu(info: RunInfo) -> str:
+    """What it said of itself, process by process."""
+    told = [f"{process.clock_mhz:,.0f} MHz, {process.power_w:.0f} W, {process.temperature_c:.0f} °C"
+            for process in info.processes if process.clock_mhz and process.power_w and process.temperature_c]  # fmt: skip
+    return f" At the ends of passes the GPU had in the median {'; '.join(told)}." if told else ""
 
 
 def _invalid(result: Result) -> str:

@@ -75,11 +75,11 @@ def screen(result: Result, since: Since) -> str:
 
 def moved(info: RunInfo, since: Since) -> str:
     """How far the code has gone on, and whether other claims are made by now."""
-    count, dirty = since(info), info.provenance.clean is False
-    text = f"{count} commit{'s' if count != 1 else ''} since"
-    if not count:
-        text = "no git history here" if count is None else f"as measured{', with uncommitted changes' if dirty else ''}"
-    return f"{text}, {ASKED_DIFFERENTLY}" if asked_differently(info) else text
+    count = since(info)
+    text = "no git history here" if count is None else f"{count} commit{'s' if count != 1 else ''} since"
+    parts = [text if count != 0 else "as measured"]
+    parts += ["with uncommitted changes"] if info.provenance.clean is False else []
+    return ", ".join(parts + ([ASKED_DIFFERENTLY] if asked_differently(info) else []))
 
 
 def _strip(result: Result, since: Since) -> str:
@@ -233,15 +233,28 @@ def _readme_table(results: Sequence[Result]) -> str:
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
-    best = {r.info.experiment: r for r in own}
-    best |= {r.info.experiment: r for r in sorted(own, key=lambda r: order.index(column(r.info)))[::-1]}
+    best = dict.fromkeys(r.info.experiment for r in own)
+    for result in sorted(own, key=lambda r: (order.index(column(r.info)), -_billions(r.info))):
+        best[result.info.experiment] = best[result.info.experiment] or result
     lines = []
-    for result in best.values():
+    for result in filter(None, best.values()):
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
-        told = f"{sentence(result)} {mark}".rstrip()
-        lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told))
-    return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
+        told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.provenance.started[:10]}, {info.hardware}"
+        lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), measured))
+    return wording.table(("", "found", "claims", "measured"), lines)
+
+
+def _billions(info: RunInfo) -> float:
+    """Of the scale's parameters; 0 of one that does not say."""
+    found = re.match(r"(\d+(?:_\d+)?)b", info.scale)
+    return float(found[1].replace("_", ".")) if found else 0.0
+
+
+def _verdicts(result: Result) -> str:
+    claims = [judged.verdict for judged in result.judgements]
+    told = [f"{claims.count(Verdict.supported)} of {len(claims)} supported"] if claims else []
+    return ", ".join([*told, *([f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else [])])
 
 
 def _cell(result: Result, since: Since) -> str:
@@ -249,9 +262,7 @@ def _cell(result: Result, since: Since) -> str:
     info = result.info
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
     parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
-    claims = [judged.verdict for judged in result.judgements]
-    told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
-    told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
+    told = [f"claims: {verdicts}"] if (verdicts := _verdicts(result)) else []
     told += [moved(info, since)] if since(info) or asked_differently(info) else []
     parts += [", ".join(told), *badges(result)]
     return "<br>".join(filter(None, parts))
