@@ -141,9 +141,9 @@ class Watch:
 
     def after(self, before: Speed) -> Drift:
         first, last, joules = self._state, self.look(), None
-        if last is not None:
-            if first is not None and first.joules is not None and last.joules is not None:
-                joules = last.joules - first.joules
+        counted = [state.joules for state in (first, last) if state is not None and state.joules is not None]
+        if len(counted) == 2:
+            joules = counted[1] - counted[0]
         return replace(drift(before, self._take(before)), joules=joules)
 
     def summary(self) -> dict[str, float]:

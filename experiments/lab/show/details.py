@@ -82,8 +82,8 @@ def _made(result: Result) -> str:
 
 def _of_the_gpu(info: RunInfo) -> str:
     """What it said of itself, process by process."""
-    told = [f"{process.clock_mhz:,.0f} MHz, {process.power_w:.0f} W, {process.temperature_c:.0f} °C"
-            for process in info.processes if process.clock_mhz and process.power_w and process.temperature_c]  # fmt: skip
+    told = [f"{p.clock_mhz:,.0f} MHz, {p.power_w:.0f} W, {p.temperature_c:.0f} °C"
+            for p in info.processes if p.clock_mhz and p.power_w and p.temperature_c]  # fmt: skip
     return f" At the ends of passes the GPU had in the median {'; '.join(told)}." if told else ""
 
 
