@@ -34,6 +34,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "speculation": {"method": "synthetic", "acceptance": 0.5, "adaptive": False},
     },
     "drafts": {"speculation": {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}},
+    "others' kernels": {
+        "attention": {"prefill": "sdpa", "decode": "sdpa"},
+        "model": {"kernels": "torch"},
+    },
     "static, contiguous, whole prompts": {
         "cache": {"layout": "contiguous", "prefix_caching": False},
         "scheduler": {"batching": "static", "chunked_prefill": False},
@@ -54,6 +58,7 @@ def gate(request: pytest.FixtureRequest) -> Iterator[ExactGate]:
 def config(variant: str, device: str) -> EngineConfig:
     changes = VARIANTS[variant]
     model = {"path": "tiny-target", "device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    model |= changes.get("model", {})
     base = {**changes, "model": model, "scheduler": {**SCHEDULER, **changes.get("scheduler", {})}}
     return EngineConfig.from_dict(base)
 

@@ -17,7 +17,17 @@ from experiments.lab.judge import logit_gate
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.workloads import Inputs, Item
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, LoraConfig, ModelConfig, Numerics
+from mini_infer.core.config import (
+    AttentionChoice,
+    Batching,
+    EngineConfig,
+    KernelChoice,
+    Layout,
+    LoadFormat,
+    LoraConfig,
+    ModelConfig,
+    Numerics,
+)
 from mini_infer.core.request import TokenLogprob
 from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
 from mini_infer.modeling.loader import load_spec
@@ -78,7 +88,7 @@ class ExactGate:
         self, variant: str, config: EngineConfig, asked: Mapping[str, tuple[Sequence[Item], list[Question]]], of: str
     ) -> list[Gate]:
         """One for each point, of what it primes the prefix cache with and then asks; `of` says whose weights."""
-        config = replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
+        config = _invariant(config) if self._on_gpu else replace(config, numerics=Numerics.fast)
         found = []
         with closing(LLMEngine(config)) as engine:
             for prime, questions in asked.values():
@@ -119,6 +129,13 @@ class ExactGate:
 
 def _key(config: EngineConfig, question: Question) -> str:
     return repr((config, question))
+
+
+def _invariant(config: EngineConfig) -> EngineConfig:
+    """In batch-invariant numerics, whose kernels and attention are of their own: a choice of others gives way."""
+    model = replace(config.model, kernels=KernelChoice.auto)
+    attention = replace(config.attention, prefill=AttentionChoice.auto, decode=AttentionChoice.auto)
+    return replace(config, model=model, attention=attention, numerics=Numerics.batch_invariant)
 
 
 def plain(config: EngineConfig) -> EngineConfig:
