@@ -265,13 +265,21 @@ class Disaggregation(Probe):
         before = _moved(engine)
         await asyncio.sleep(0.5 if streams else 0)
         start = time.perf_counter()
-        answers = await asyncio.gather(*(ask(engine, prompt, length, start + due) for prompt, length, due in asked))
+
+        async def outside(prompt: list[int], length: int, due: float) -> tuple[RequestTrace, float]:
+            answer = await ask(engine, prompt, length, start + due)
+            return answer, time.perf_counter() - start - due  # in flight, by a clock that knows nothing of tokens
+
+        told = await asyncio.gather(*(outside(*each) for each in asked))
+        took = time.perf_counter() - start - min(due for *_, due in asked)
+        answers = [answer for answer, _ in told]
         self._reason = _unmoved(variant, answers)
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
-        found = self._of_load(variant, point, as_served(answers))
+        served = replace(as_served(answers), outside_s=took, in_flight_s=sum(seconds for _, seconds in told))
+        found = self._of_load(variant, point, served)
         if streams:
             beside = ([at for at in times if at >= start] for times in heard)
             itl = stats.percentile([gap for times in beside for gap in np.diff(times)], 99)

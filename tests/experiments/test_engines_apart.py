@@ -3,6 +3,8 @@ never was one; requests are dealt in turns, and a load's knee is where they keep
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,8 +103,8 @@ def test_a_peer_that_is_lost_is_absent_from_then_on(fakes: list[dict[str, str]],
 MIX = "{name: long prompts, prompt_tokens: 9, output_tokens: 3, rates_per_s: [20, 40], seconds: 5"
 
 
-def made(compose_config: Any, *typed: str, by: str = "together, vllm") -> Disaggregation:
-    plain = ("experiment.claims=[]", "experiment.prompt_tokens=[40]", f"experiment.mixes=[{MIX}, by: [{by}]}}]")
+def made(compose_config: Any, *typed: str, by: str = "together, vllm", mix: str = MIX) -> Disaggregation:
+    plain = ("experiment.claims=[]", "experiment.prompt_tokens=[40]", f"experiment.mixes=[{mix}, by: [{by}]}}]")
     return Disaggregation.from_config(
         compose_config("experiment=disaggregation", "model=dry", "engine.model.device=cpu", *plain, *typed)
     )
@@ -122,6 +124,27 @@ def test_vllm_beside_engines_on_a_cpu_is_absent_and_its_rows_say_so(loads: Disag
     assert loads.problem() == "absent: vLLM is measured on a CUDA device, and this run is on the CPU"
     loads.repeat = 1
     assert loads.values(VLLM, loads.points[1]) == {}  # of the first repeat alone
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1.0, ""), (0.5, "latencies add up to")])
+def test_who_waits_for_the_answers_is_a_second_witness(
+    compose_config: Any, monkeypatch: pytest.MonkeyPatch, scale: float, found: str
+) -> None:
+    """Of times that an answer tells of itself, here each after so much of what it took."""
+    loads = made(compose_config, by="together", mix=MIX.replace("seconds: 5", "seconds: 0.4"))
+
+    async def ask(engine: Any, prompt: list[int], length: int, due: float | None = None) -> RequestTrace:
+        due = time.perf_counter() if due is None else due
+        await asyncio.sleep(max(0.0, due + 0.2 - time.perf_counter()))
+        times = (due + scale * (time.perf_counter() - due),) * length
+        told = {"prompt_tokens": len(prompt), "asked_tokens": length, "token_ids": tuple(range(3, 3 + length))}
+        return RequestTrace(arrival=due, token_times=times, sent=due, **told)
+
+    monkeypatch.setattr(disaggregation, "ask", ask)
+    monkeypatch.setattr(disaggregation, "_moved", lambda engine: (0, 0))
+    asyncio.run(loads._load(SimpleNamespace(replicas=[0]), TOGETHER, loads.points[1]))  # type: ignore[arg-type]
+    assert found in loads.problem()
+    assert bool(found) == bool(loads.problem())
 
 
 def test_a_load_comes_at_the_same_times_and_its_ramps_do_not_count(loads: Disaggregation) -> None:
