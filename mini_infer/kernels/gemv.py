@@ -181,9 +181,11 @@ def _launch(
 def worth_it(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether `gemv` of x [rows, k] and weight [n, k] beats cuBLAS on an H200.
 
-    Always up to 4 rows. Above, unless few programs go a long way (k) each: [1536, 8960] takes 15 us for 8 rows to
-    cuBLAS's 11, [3584, 18944] 42 us for 16 to its 39. Every other product of Qwen2.5-7B, Qwen2.5-1.5B and Qwen3-0.6B is
-    as fast or faster. Never where rows of the weight do not start on 16 bytes, nor in fp32.
+    Up to 4 rows always, though called alone (reports/fused_kernels.md) two products of Qwen2.5-7B are slower for 4:
+    QKV takes 11.7 us to cuBLAS's 10.7, down 45 to 37. Above, unless few programs go a long way (k) each: [1536, 8960]
+    takes 15 us for 8 rows to cuBLAS's 11, [3584, 18944] 42 us for 16 to its 39. Every other product of Qwen2.5-7B,
+    Qwen2.5-1.5B and Qwen3-0.6B is as fast or faster. Never where rows of the weight do not start on 16 bytes, nor in
+    fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16) or k % 8 or rows > MAX_ROWS:
         return False

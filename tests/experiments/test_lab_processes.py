@@ -2,10 +2,13 @@
 
 import gc
 import pickle
+from dataclasses import replace
+from itertools import combinations
 from multiprocessing import Pipe, get_context
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
@@ -16,7 +19,10 @@ from experiments.lab.measure import processes
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.kept import Kept
 from experiments.lab.store.rows import Row
+from experiments.lab.workloads.base import Vocabulary
+from mini_infer.core.config import LoadFormat
 from mini_infer.core.errors import ConfigError, MiniInferError
+from mini_infer.modeling.loader import load_model, load_spec
 
 SETTINGS = [
     *("experiment=probe", "model=dry", "experiment.samples=0", "experiment.plots=[]", "experiment.claims=[]"),
@@ -74,6 +80,20 @@ def test_each_process_has_seeds_of_its_own(config):
     assert own == [[OmegaConf.select(processes.seeded(stated, index), key) for key in keys] for index in range(3)]
     other = config("measure.seed=1")
     assert all(processes.seeded(other, index).engine.model.seed not in [s[2] for s in own] for index in range(3))
+
+
+def test_each_process_has_prompts_lengths_and_weights_of_its_own(compose_config):
+    stated = compose_config("experiment=measure", "workload=uniform", "workload.count=8", "hardware=cpu")
+    found = []
+    for index in range(3):
+        experiment = Ablation.from_config(processes.seeded(stated, index))
+        model, point = experiment.engine.model, experiment._grid[0]
+        items = experiment._inputs(point, Vocabulary(model)).measured
+        drawn = replace(model, load_format=LoadFormat.dummy)
+        weights = load_model(drawn, load_spec(drawn), torch.float32, torch.device("cpu")).embed_tokens.weight
+        found.append(([item.prompt for item in items], [item.output_tokens for item in items], weights[5].tolist()))
+    for one, other in combinations(found, 2):
+        assert all(ours != theirs for ours, theirs in zip(one, other, strict=True))
 
 
 def test_steps_are_profiled_once_unless_every_profile_counts(config):

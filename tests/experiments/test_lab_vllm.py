@@ -68,6 +68,7 @@ def test_our_settings_have_their_names_there(arguments):
         "block_size": 32,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.4,
+        "seed": 0,
         "disable_log_stats": True,
     }
 

@@ -228,6 +228,7 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "enable_prefix_caching": cache.prefix_caching,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "disable_log_stats": True,
+        "seed": (config.seed or 0) % 2**31,  # of its draws; its random weights are the same each time
         **quantization,
     }
     if cache.dtype is CacheDType.fp8:
