@@ -1,5 +1,5 @@
 """Runs an experiment: `python run.py experiment=quickstart`. `python run.py --help` tells what can be chosen
-and which commands there are beside it (report, compare, trace)."""
+and which commands there are beside it (list, show, report, compare, stale, predict, trace)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
 
   mini-infer-serve tiny-target                  the small model that ships with the package
-  mini-infer-serve PATH --use-cuda-graph        a Hugging Face folder or a hub name; --model PATH says the same
+  mini-infer-serve PATH                         a Hugging Face folder or a hub name; --model PATH says the same
   mini-infer-serve --dry-run --port 8000        no weights: answers made-up text, starts in seconds
   mini-infer-serve --config models.yaml         settings from a file, of several models too (docs/models.md)
   curl localhost:8000/healthz
