@@ -137,7 +137,7 @@ class Ablation(Experiment):
         sources = dict[str, None]()  # of what simulated steps take
         predictions = dict(self._predictions)
         for cell in self._cells.values():
-            if cell.kind is Kind.simulated:
+            if cell.kind.can.virtual:
                 found = self.simulator.setup(cell.engine).found  # before anything is measured
                 sources[f"{TAKE}{found.source}."] = None
                 if not found.measured:  # what is not met is no miss
@@ -228,7 +228,7 @@ class Ablation(Experiment):
             cell.variant: other.variant
             for cell in at
             for other in measured
-            if cell.kind is Kind.simulated and cell.engine == other.engine
+            if cell.kind.can.virtual and cell.engine == other.engine
         }
 
     @property
@@ -309,7 +309,7 @@ def _not_simulated(made: Sequence[Cell], baseline: str | None) -> dict[str, str]
     found = dict[str, str]()
     for cell in made:
         try:
-            if cell.kind is Kind.simulated:
+            if cell.kind.can.virtual:
                 require_simulated(cell.engine)
         except ConfigError as why:
             if cell.engine_of == baseline or (baseline is None and not cell.variant.endswith(PREDICTED)):

@@ -98,7 +98,7 @@ class AblationSpec(ExperimentSpec):
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
         variants = {name: changes for name, changes in self.variants.items() if _named_kind(changes) == kind}
-        if kind is Kind.simulated:
+        if kind.can.virtual:
             for name, changes in self.variants.items():
                 if _named_kind(changes) in (Kind.engine, Kind.served):
                     variants[name] = {**(changes or {}), "kind": kind.value}
@@ -110,7 +110,7 @@ class AblationSpec(ExperimentSpec):
             for claim in self.claims
             if claim.variant in variants
             and claim.metric in kept
-            and kind is not Kind.simulated  # which proves nothing
+            and not kind.can.virtual  # which proves nothing
             and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
         )
         drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
@@ -152,7 +152,7 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     if config.axes.via == axes.HTTP:
         kind = SERVED.get(kind, kind)
-        if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
+        if not (kind.can.over_http or kind.can.client_of or kind.can.virtual):
             raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
                               "via=url peers.http.url=...")  # fmt: skip
     return kind

@@ -113,7 +113,7 @@ class Lending:
                     lent.subject.close()
 
     def _open(self, kind: Kind, config: EngineConfig) -> Lent:
-        if kind is Kind.simulated:
+        if kind.can.virtual:
             return Lent(SimulatedSubject(self.simulator.setup(config)))
         if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
             gc.collect()
@@ -133,7 +133,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         warm_up(cell, inputs, lent)
         if inputs.prime:
             lent.serve(inputs.prime, 1)
-        before, watched = tuple(lent.served), cell.kind is not Kind.simulated  # whose clock is its own
+        before, watched = tuple(lent.served), not cell.kind.can.virtual
         gc.collect()
         speed = watch.before() if watched else None
         try:
@@ -167,7 +167,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, "a dry model moves no bytes")
     if ceilings is None:
         return Context(slo, None, problem)
-    device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
+    device = device_of(cell.engine, simulated=cell.kind.can.virtual)
     costs = roofline.StepCosts(*served_as(cell.engine, device.type))
     together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: roofline.floors(costs, records, together))
@@ -192,7 +192,7 @@ def tokens_must_agree(cell: Cell) -> bool:
     draws random weights of its own, has adapters or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is
     for that."""
     model, lora = cell.engine.model, cell.engine.lora
-    if cell.kind is Kind.simulated:
+    if cell.kind.can.virtual:
         return False
     if model.load_format is LoadFormat.dry:
         return True

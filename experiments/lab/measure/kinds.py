@@ -53,6 +53,7 @@ class System:
     caches: bool = False  # it has the engine's switch for a prefix cache
     open_loop: bool = True  # it takes requests at their times
     chains: bool = True  # it takes requests that follow others, and priorities
+    virtual: bool = False  # nothing of it runs: its clock is its own, and what it says is a prediction
     elsewhere: bool = False  # somebody else has started it: it has an address, and its memory is not ours
     needs_gpu: bool = False  # it is measured on a CUDA device alone
     reads: tuple[str, ...] = ()  # settings, or sections of them, beside those that every system has
@@ -95,7 +96,9 @@ SYSTEMS = {
     Kind.vllm_bench: _of_vllm(
         "vllm bench serve on vLLM", client_of=Kind.vllm_served, open_loop=False, chains=False, reads=_VLLM_SERVER
     ),
-    Kind.simulated: System("mini-infer, simulated", steps=True, caches=True, reads=("engine", "measure.costs")),
+    Kind.simulated: System(
+        "mini-infer, simulated", steps=True, caches=True, virtual=True, reads=("engine", "measure.costs")
+    ),
     Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True, reads=_HTTP),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

@@ -49,7 +49,7 @@ class Session:
         self.lending = Lending(keep, Peers(peer_settings, keep), simulator, self.steps.within)
         self.close = self.lending.close
         self._absent: dict[str, str] = {}  # variant -> why
-        devices = [cell.engine.model.device for cell in self.cells.values() if cell.kind is not Kind.simulated]
+        devices = [cell.engine.model.device for cell in self.cells.values() if not cell.kind.can.virtual]
         self.watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
         for cell in self.cells.values() if keep else ():  # which all have room side by side
             if cell.variant not in self.left_out and cells.starts_untimed(cell):
