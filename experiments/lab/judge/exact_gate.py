@@ -180,8 +180,15 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
         shape = config.model.hf_config or logit_gate.published(config.model.path)
         share = logit_gate.LAYERS / int(shape["num_hidden_layers"])
         cache = replace(cache, memory_gib=(cache.memory_gib or 16) * share)
-    model = replace(small.model, max_model_len=config.model.max_model_len)
-    return replace(config, model=model, cache=cache, speculation=_real(config.speculation), lora=_random(config.lora))
+    return replace(
+        config,
+        model=replace(small.model, max_model_len=config.model.max_model_len),
+        cache=cache,
+        # There are no more requests: of larger batches no graph need be captured.
+        scheduler=replace(config.scheduler, max_num_seqs=min(config.scheduler.max_num_seqs, MOST_REQUESTS)),
+        speculation=_real(config.speculation),
+        lora=_random(config.lora),
+    )
 
 
 def _stressed(config: EngineConfig) -> EngineConfig:
