@@ -58,7 +58,9 @@ class Ablation(Experiment):
             spec = spec.served_by(system)
         if self.settings.predict:
             spec = spec.with_predictions()
-        self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
+        self._simulated = all(
+            Kind((changes or {}).get("kind", "engine")).can.virtual for changes in spec.variants.values()
+        )
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self.notes = list[str]()  # on what is left out
@@ -251,9 +253,11 @@ class Ablation(Experiment):
             if (of_all := repr(engines)) not in known:
                 steps.note(f"gates: tokens of {self.variants[variant]}, beside each request's alone")
                 known[of_all] = [exact.of_probes(variant, engine)]
-                for config in {repr(own): own for own in engines.values()}.values() if device == "cuda" else ():
-                    loads = {point: inputs[point] for point, own in engines.items() if own == config}
-                    known[of_all] += exact.of_own(variant, config, loads)
+                loads = dict[str, dict[str, Inputs]]()  # of points, by the settings that they have
+                for point, own in engines.items() if device == "cuda" else ():
+                    loads.setdefault(repr(own), {})[point] = inputs[point]
+                for of_points in loads.values():
+                    known[of_all] += exact.of_own(variant, engines[next(iter(of_points))], of_points)
             found += [replace(gate, variant=variant) for gate in known[of_all]]
         return found
 

@@ -202,7 +202,8 @@ class Probe(Experiment):
             steps.next(f"{label}{point.name}, {name}")
             gc.collect()
             values = self.values(variant, point)
-            watch.look()
+            if values:  # else nothing has run
+                watch.look()
             found += self._rows(variant, point, repeat, values, self.problem())
         for variant, point, values in self.derived(found):
             found += self._rows(variant, point, repeat, values)

@@ -47,7 +47,7 @@ def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path, monke
     monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
     text = execute(config, "ceilings", [], tmp_path).read_text()
     assert "Ceilings: what this machine can do at most" in text
-    assert "the GPU had in the median 1,755 MHz, 690 W, 61 °C." in text
+    assert "the GPU had in the median (power: over a second) 1,755 MHz, 690 W, 61 °C." in text
     kept = tmp_path / "results" / "hardware" / "cpu.yaml"  # beside results that are not the repository's own
     found = ceilings.read(kept)
     assert (found.machine, found.host_memory_gib) == (hardware.name("cpu"), hardware.host_memory_gib())

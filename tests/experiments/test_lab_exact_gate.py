@@ -16,11 +16,12 @@ from experiments.lab.judge import exact_gate
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.workloads import Inputs, Item
-from mini_infer import EngineConfig
+from mini_infer import EngineConfig, LLMEngine
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import LoraConfig, MLAForm
+from mini_infer.core.config import AttentionChoice, KernelChoice, LoraConfig, MLAForm, Numerics
 from mini_infer.kernels.sampling import draw
+from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.sampling import sampler
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.worker import model_runner
@@ -286,6 +287,30 @@ def test_own_requests_are_answered_as_alone(gate: ExactGate) -> None:
 def test_a_planted_fault_is_found_by_own_requests(gate: ExactGate, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     fault(monkeypatch)
     assert not all(each.passed for each in of_own(gate))
+
+
+@replaces_methods
+def test_one_engine_answers_all_points_and_forgets_each(gate: ExactGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, forgot = [], []
+    start, reset = LLMEngine.__init__, EngineCore.reset
+    monkeypatch.setattr(LLMEngine, "__init__", lambda self, config: (made.append(config), start(self, config))[1])
+    monkeypatch.setattr(EngineCore, "reset", lambda self: (forgot.append(self), reset(self))[1])
+    assert len(of_own(gate)) == 2
+    assert len(made) <= 2  # with one that answers alone, unless it is known what that says
+    assert len(forgot) == 2
+    assert len(set(map(id, forgot))) == 1
+
+
+def test_what_its_engines_are_made_of() -> None:
+    asked = config("others' kernels", "cpu")
+    given = exact_gate._invariant(asked)
+    assert given.numerics is Numerics.batch_invariant
+    assert (given.attention.prefill, given.attention.decode) == (AttentionChoice.auto, AttentionChoice.auto)
+    assert given.model.kernels is KernelChoice.auto
+    many, few = (replace(asked, scheduler=replace(asked.scheduler, max_num_seqs=n)) for n in (256, 4))
+    of_random_weights = [replace(each, model=replace(each.model, path="tiny-draft")) for each in (many, few)]
+    found = [exact_gate._shrunk(each).scheduler.max_num_seqs for each in of_random_weights]
+    assert found == [exact_gate.MOST_REQUESTS, 4]
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])

@@ -110,3 +110,7 @@ def test_the_words_for_it():
     assert [moved(info, lambda _, n=n: n) for n in (None, 0, 1, 12)] == [
         "no git history here", "as measured", "1 commit since", "12 commits since",
     ]  # fmt: skip
+    dirty = replace(info, provenance=replace(info.provenance, clean=False))
+    assert [moved(dirty, lambda _, n=n: n) for n in (0, 2)] == [
+        "as measured, measured with uncommitted changes", "2 commits since, measured with uncommitted changes",
+    ]  # fmt: skip

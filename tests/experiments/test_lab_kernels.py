@@ -426,7 +426,7 @@ def test_what_the_gpu_said_of_itself_is_kept_and_told(build, monkeypatch, tmp_pa
     monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
     found, page, _ = timed_twice(build, monkeypatch, tmp_path, second=10)
     assert [(process.clock_mhz, process.power_w) for process in found.info.processes] == [(1980.0, 512.3)]
-    assert "At the ends of passes the GPU had in the median 1,980 MHz, 512 W, 55 °C." in page
+    assert "At the ends of passes the GPU had in the median (power: over a second) 1,980 MHz, 512 W, 55 °C." in page
 
 
 def test_a_second_arm_that_is_slower_is_said_on_top(build, monkeypatch, tmp_path):

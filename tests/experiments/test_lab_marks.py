@@ -104,6 +104,7 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
         ({"aa": None, "provenance": run().info.provenance}, []),  # of a CPU
         ({"gates": ()}, ["**no gates**"]),
         ({"gates": (), "aa": None, "baseline": None}, []),
+        ({"gates": (), "variants": {"base": "off", "base again": "off again"}}, []),  # nothing is compared
         ({"gates": (), "provenance": run().info.provenance}, []),
     ],
 )

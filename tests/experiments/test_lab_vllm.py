@@ -73,6 +73,11 @@ def test_our_settings_have_their_names_there(arguments):
     }
 
 
+def test_its_draws_are_those_of_the_process(arguments):
+    assert arguments(seed=5)["seed"] == 5
+    assert arguments(seed=2**31 + 7)["seed"] == 7  # seeds of processes have 32 bits, and kernels take signed ones
+
+
 def test_quantized_weights_are_told_in_its_words(arguments):
     def of(**model):
         found = arguments(model={**DUMMY, **model})
@@ -174,7 +179,7 @@ def test_a_drafter_of_vllm_is_told_of_its_graphs_once(monkeypatch, told):
     module, _, name = vllm.DRAFT_WORKER.rpartition(".")
     monkeypatch.delitem(sys.modules, module, raising=False)
     worker = getattr(importlib.import_module(module), name)()
-    monkeypatch.delitem(sys.modules, module)
+    del sys.modules[module]  # which was made of the stand-in
     worker.initialize_from_config("settled")
     assert worker.model_runner.drafter.initialize_cudagraph_keys.mock_calls == ([] if told else [call("settled")])
 

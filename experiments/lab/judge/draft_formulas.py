@@ -57,8 +57,9 @@ def _draft_time_share(served: Served) -> float | Missing:
         return NO_DRAFTS
     if not (proposing := sum(record.draft_s for record in drafting)):
         return NO_DRAFT_MODEL
+    share = proposing / _seconds(drafting)
     # A step that launches much, such as a draft model that catches up, is told late that the one before it has ended.
-    return share if (share := proposing / _seconds(drafting)) <= 1 else READ_LATE
+    return share if share <= 1 else READ_LATE
 
 
 def expected_tokens(acceptance: float, k: int) -> float:

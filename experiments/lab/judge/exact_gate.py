@@ -52,6 +52,7 @@ OTHER_LOGPROBS = -1  # it is right, and its log-probabilities are not
 EXCLUDED = -2  # it is one that the request's parameters exclude
 
 Question = tuple[list[int], SamplingParams]
+Asked = tuple[Sequence[Item], list[Question]]  # what primes the prefix cache, and the questions behind it
 Answer = list[tuple[int, TokenLogprob | None]]  # tokens, with their log-probabilities where they are asked for
 Answers = list[Answer]
 
@@ -65,7 +66,7 @@ class ExactGate:
 
     def of_own(self, variant: str, config: EngineConfig, loads: Mapping[str, Inputs]) -> list[Gate]:
         """Of a variant's requests at each point of `loads`, those of a closed loop and of an open one alike all at
-        once. One engine answers the points after each other: to start it takes longer than to ask."""
+        once. One engine answers the points after each other, and forgets each: starting takes longer than asking."""
         asked = {}
         for point, load in loads.items():
             items = load.measured[:: max(1, -(-len(load.measured) // MOST_REQUESTS))]
@@ -84,22 +85,22 @@ class ExactGate:
         weights = f"trained weights of {stressed.model.path}, small chunks, little memory"
         return self._gates(variant, stressed, asked, weights)[0]
 
-    def _gates(
-        self, variant: str, config: EngineConfig, asked: Mapping[str, tuple[Sequence[Item], list[Question]]], of: str
-    ) -> list[Gate]:
-        """One for each point, of what it primes the prefix cache with and then asks; `of` says whose weights."""
+    def _gates(self, variant: str, config: EngineConfig, asked: Mapping[str, Asked], weights: str) -> list[Gate]:
+        """One for each point."""
         config = _invariant(config) if self._on_gpu else replace(config, numerics=Numerics.fast)
         found = []
         with closing(LLMEngine(config)) as engine:
             for prime, questions in asked.values():
+                engine.core.reset()
                 for item in prime:
                     engine.generate([list(item.prompt)], SamplingParams(temperature=0, max_tokens=1))
                 # The second time prefixes are there, and what drafts are proposed from.
                 found.append([_answers(engine, questions) for _ in range(2)])
-        self._ask_alone(plain(config), [question for _, questions in asked.values() for question in questions])
-        against, gates = f"it is answered alone ({of}{self._how})", []
+        alone = plain(config)
+        self._ask_alone(alone, [question for _, questions in asked.values() for question in questions])
+        against, gates = f"it is answered alone ({weights}{self._how})", []
         for (point, (_, questions)), twice in zip(asked.items(), found, strict=True):
-            expected = [self._alone[_key(plain(config), question)] for question in questions]
+            expected = [self._alone[_key(alone, question)] for question in questions]
             right = [[token for token, _ in answer] for answer in expected]
             told = (self._told(questions, answers, expected) for answers in twice)
             first, again = (compare(variant, point, right, tokens, against) for tokens in told)
@@ -173,7 +174,8 @@ def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Que
 
 
 def _shrunk(config: EngineConfig) -> EngineConfig:
-    """Few layers of the shape; memory for KV shrinks with them, so that it is as short as it was."""
+    """Few layers of the shape, and memory for KV that shrinks with them, so that it is as short as it was; places for
+    as many requests as are asked, since of larger batches no graph need be captured."""
     small = logit_gate.shrunk(config)
     cache = config.cache
     if cache.num_blocks is None:
@@ -184,7 +186,6 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
         config,
         model=replace(small.model, max_model_len=config.model.max_model_len),
         cache=cache,
-        # There are no more requests: of larger batches no graph need be captured.
         scheduler=replace(config.scheduler, max_num_seqs=min(config.scheduler.max_num_seqs, MOST_REQUESTS)),
         speculation=_real(config.speculation),
         lora=_random(config.lora),

@@ -15,7 +15,7 @@ from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
 PROCESSES = 3  # that a result is made of
 STEADY_S = 60  # in which an open loop's requests arrive on a GPU
-NEAR = 0.01  # 1, of a ratio that three digits would round to it
+NEAR = 0.005  # 1, of a ratio that three digits round to it
 SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
 OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s")  # units of what should repeat
 TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
@@ -92,9 +92,11 @@ def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does. What stands in brackets can be left out."""
     info, found, told = result.info, again(result), []
     if found is not None and found.told:
-        low, high = found.low or 0.0, found.high or 0.0  # told from 1, it has both
-        near = f"{found.median:.4f} [{low:.4f}, {high:.4f}]"  # else it would read 1.00 [1.00, 1.01]
-        ratio = near if abs(found.median - 1) < NEAR else wording.interval(found)
+        assert found.low is not None
+        assert found.high is not None
+        ratio = wording.interval(found)
+        if min(abs(found.low - 1), abs(found.high - 1)) < NEAR:  # else an end that is not 1 would read 1.00
+            ratio = f"{found.median:.4f} [{found.low:.4f}, {found.high:.4f}]"
         told.append(f"the baseline differs from itself: A/A ratio {ratio}")
     apart = severalfold(result)
     more = len(apart) - 1
@@ -102,7 +104,8 @@ def of(result: Result) -> list[str]:
     told += [f"repeats differ severalfold ({apart[0]}{others})"] if apart else []
     if found is None and info.baseline is not None and info.on_gpu:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
-    if info.on_gpu and info.baseline is not None and not info.every_gate:
+    compared = set(info.variants) - {info.aa, info.baseline}
+    if info.on_gpu and info.baseline is not None and compared and not info.every_gate:
         told.append("no gates (nothing says that variants compute the same)")
     asked, count = info.config.get("measure", {}).get("processes", PROCESSES), len(info.processes) or 1
     by_nature = asked < PROCESSES and "measure.processes" not in info.changed  # the experiment asks for fewer itself

@@ -113,7 +113,7 @@ def find_gpu(device: str) -> Gpu | None:
                 library.nvmlDeviceGetUUID(handle, uuid, len(uuid))
                 found[uuid.value] = handle
         own = found[seen[torch.cuda.current_device()]]
-    except (OSError, AttributeError, KeyError):
+    except (OSError, AttributeError, KeyError, RuntimeError, AssertionError):  # the last two where CUDA does not start
         return None
     return Gpu(library, own, [other for uuid, other in found.items() if uuid not in seen])
 
@@ -134,16 +134,16 @@ class Watch:
         return speed
 
     def look(self) -> GpuState | None:
-        """At the end of a pass, of which no more than that is asked."""
+        """What the GPU says of itself now, at the end of a pass, which `states` keeps; None where there is none."""
         state = self._gpu.read() if self._gpu else None
-        self.states += [state] if state is not None else []
+        if state is not None:
+            self.states.append(state)
         return state
 
     def after(self, before: Speed) -> Drift:
         first, last, joules = self._state, self.look(), None
-        counted = [state.joules for state in (first, last) if state is not None and state.joules is not None]
-        if len(counted) == 2:
-            joules = counted[1] - counted[0]
+        if first is not None and last is not None and first.joules is not None and last.joules is not None:
+            joules = last.joules - first.joules
         return replace(drift(before, self._take(before)), joules=joules)
 
     def summary(self) -> dict[str, float]:

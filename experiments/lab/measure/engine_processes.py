@@ -170,7 +170,9 @@ class PeerReplicas:
             return None
         own = [iter(served.requests) for served in found]
         traces = tuple(next(own[index % number]) for index in range(len(items)))
-        return Served(traces, min(served.start for served in found), max(served.end for served in found))
+        start, end = min(served.start for served in found), max(served.end for served in found)
+        flights = [served.in_flight_s for served in found if served.in_flight_s is not None]
+        return Served(traces, start, end, in_flight_s=sum(flights) if len(flights) == number else None)
 
     def close(self) -> None:
         while self._each:

@@ -65,7 +65,7 @@ _MODEL = keys("engine.model", "path hf_config load_format tokenizer dtype device
 _ROOM = keys("engine.cache", "gpu_memory_utilization memory_gib")
 _HF = (*_MODEL, *_ROOM, "engine.model.seed", "peers.hf")
 _VLLM = (
-    *(*_MODEL, *_ROOM, "engine.parallel.tensor", "engine.speculation", "peers.vllm"),
+    *(*_MODEL, *_ROOM, "engine.parallel.tensor", "engine.seed", "engine.speculation", "peers.vllm"),
     *keys("engine.model", "quantization quantization_group quantization_symmetric routing"),
     *keys("engine.cache", "block_size dtype layout num_blocks prefix_caching"),
     *keys("engine.scheduler", "batching chunked_prefill max_num_batched_tokens max_num_seqs policy preemption"),

@@ -6,6 +6,7 @@ between steps, and a request that arrives while a step runs is sent then.
 
 What bounds the service is the engine's: dtype, lengths, rows and tokens of a step, KV block size and memory, prefix
 cache, policy. All else is vLLM's own choice: attention backend, CUDA graphs, compilation, asynchronous scheduling.
+Where a model drafts, a fault of it is mended (vllm_worker.py).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
     "compilation": "compilation_config.mode",
     "cuda_graphs": "compilation_config.cudagraph_mode",
     "largest_graph": "compilation_config.max_cudagraph_capture_size",
+    "worker": "parallel_config.worker_cls",  # its own, or ours, which mends a fault (vllm_worker.py)
 }
 
 

@@ -81,10 +81,12 @@ def _made(result: Result) -> str:
 
 
 def _of_the_gpu(info: RunInfo) -> str:
-    """What it said of itself, process by process."""
+    """What it said of itself, process by process; of several, the first one."""
     told = [f"{p.clock_mhz:,.0f} MHz, {p.power_w:.0f} W, {p.temperature_c:.0f} °C"
             for p in info.processes if p.clock_mhz and p.power_w and p.temperature_c]  # fmt: skip
-    return f" At the ends of passes the GPU had in the median {'; '.join(told)}." if told else ""
+    which = "the first GPU" if info.provenance.device.get("gpus", 1) > 1 else "the GPU"
+    in_median = f"At the ends of passes {which} had in the median (power: over a second)"
+    return f" {in_median} {'; '.join(told)}." if told else ""
 
 
 def _invalid(result: Result) -> str:

@@ -76,9 +76,9 @@ def screen(result: Result, since: Since) -> str:
 def moved(info: RunInfo, since: Since) -> str:
     """How far the code has gone on, and whether other claims are made by now."""
     count = since(info)
-    text = "no git history here" if count is None else f"{count} commit{'s' if count != 1 else ''} since"
-    parts = [text if count != 0 else "as measured"]
-    parts += ["with uncommitted changes"] if info.provenance.clean is False else []
+    commits = f"{count} commit{'s' if count != 1 else ''} since" if count else "as measured"
+    parts = ["no git history here" if count is None else commits]
+    parts += ["measured with uncommitted changes"] if info.provenance.clean is False else []
     return ", ".join(parts + ([ASKED_DIFFERENTLY] if asked_differently(info) else []))
 
 
@@ -229,15 +229,16 @@ def _is_served(info: RunInfo) -> bool:
 
 
 def _readme_table(results: Sequence[Result]) -> str:
-    """What was measured on a GPU, each mechanism once: in the largest setting that it was measured in."""
+    """What was measured on a GPU, each mechanism once: in the first of these columns that it was measured in, and there
+    with the largest model."""
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
-    best = dict.fromkeys(r.info.experiment for r in own)
-    for result in sorted(own, key=lambda r: (order.index(column(r.info)), -_billions(r.info))):
-        best[result.info.experiment] = best[result.info.experiment] or result
+    best = {r.info.experiment: r for r in own}
+    rank = lambda r: (-order.index(column(r.info)), _billions(r.info))  # noqa: E731
+    best |= {r.info.experiment: r for r in sorted(own, key=rank)}
     lines = []
-    for result in filter(None, best.values()):
+    for result in best.values():
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
         told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.provenance.started[:10]}, {info.hardware}"
@@ -246,7 +247,7 @@ def _readme_table(results: Sequence[Result]) -> str:
 
 
 def _billions(info: RunInfo) -> float:
-    """Of the scale's parameters; 0 of one that does not say."""
+    """Parameters of the scale's model, as its name says; 0 of one that does not."""
     found = re.match(r"(\d+(?:_\d+)?)b", info.scale)
     return float(found[1].replace("_", ".")) if found else 0.0
 
