@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 
-class WorkerWithDraftGraphs(Worker):  # type: ignore[misc]  # vLLM is not installed here
+class WorkerWithDraftGraphs(Worker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """The sizes are settled in here, and graphs are captured after it."""
         super().initialize_from_config(kv_cache_config)
