@@ -58,9 +58,7 @@ class Ablation(Experiment):
             spec = spec.served_by(system)
         if self.settings.predict:
             spec = spec.with_predictions()
-        self._simulated = all(
-            Kind((changes or {}).get("kind", "engine")).can.virtual for changes in spec.variants.values()
-        )
+        self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self.notes = list[str]()  # on what is left out

@@ -103,7 +103,7 @@ def test_hardware_is_looked_up_unless_it_is_chosen(compose_config):
     assert schema.build(Hardware, compose_config().hardware, "hardware") == Hardware()
     chosen = schema.build(Hardware, compose_config("hardware=h200").hardware, "hardware")
     assert chosen.machine == "NVIDIA H200"
-    assert chosen.ceilings[0].read_gb_s == 4450
+    assert chosen.ceilings[0].read_gb_s == 4411
 
 
 def test_help_marks_defaults_and_names_every_command(compose_config):

@@ -48,13 +48,13 @@ def test_parameters_of_real_models_are_counted_exactly(qwen):
     assert roofline.layer_weights(small) + small.vocab_size * small.hidden_size == 596_049_920  # Qwen3-0.6B, tied
 
 
-def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
+def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_21_ms(qwen, h200):
     step = StepCosts(qwen, torch.bfloat16).of(StepWork(tokens=1, sampled=1, rows=1, context=1, pairs=1))
     weights = 2 * (7_615_616_512 - 152_064 * 3_584)  # without the embedding table
     new_kv, embedding, logits = 2 * 28 * 2 * 4 * 128, 2 * 3_584, 2 * 152_064
     assert step.bytes == weights + new_kv + embedding + logits
     assert list(step.flops) == ["bfloat16"]
-    assert 1e3 * floor(step, h200).seconds == pytest.approx(3.18, abs=0.005)
+    assert 1e3 * floor(step, h200).seconds == pytest.approx(3.21, abs=0.005)
     assert floor(step, h200).memory_s > 100 * floor(step, h200).compute_s
 
 
@@ -79,7 +79,7 @@ def test_a_prompt_is_bound_by_operations(qwen, h200):
 
 @pytest.mark.parametrize(
     ("scheme", "ms", "product"),
-    [("fp8", 1.71, "float8_e4m3"), ("w8a8", 1.71, "int8"), ("w8a16", 1.71, "bfloat16"), ("w4a16", 0.98, "bfloat16")],
+    [("fp8", 1.73, "float8_e4m3"), ("w8a8", 1.73, "int8"), ("w8a16", 1.73, "bfloat16"), ("w4a16", 0.99, "bfloat16")],
 )
 def test_quantized_weights_are_fewer_bytes_and_faster_products(qwen, h200, scheme, ms, product):
     quantized = dataclasses.replace(qwen, quantization=rounding(scheme, 128, symmetric=True))
