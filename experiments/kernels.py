@@ -121,9 +121,9 @@ class KernelSweep(Experiment):
         steps.plan(len(self.points))
         self._rows, self._gates, self._called = list[Row](), list[ErrorGate](), dict[str, None]()
         self._absent = defaultdict[tuple[str, str], list[str]](list)  # variant and reason -> at which points
-        watch = Watch(device.type)
+        self._watch = Watch(device.type)
         with torch.inference_mode(), closing(Apart(self.peers.vllm)) as apart:
-            measure = partial(self._point, device=device, limits=limits, steps=steps, apart=apart, watch=watch)
+            measure = partial(self._point, device=device, limits=limits, steps=steps, apart=apart)
             status, error = run_rounds([(f"at {point.name}", partial(measure, point)) for point in self.points])
         notes = []
         for (variant, why), missing in self._absent.items():
@@ -137,11 +137,9 @@ class KernelSweep(Experiment):
         if limits is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {problem}.")
         kept: dict[str, Any] = {"ceilings": limits, "error_gates": self._gates, "procedure": PROCEDURE}
-        return Findings(self._rows, status=status, error=error, notes=notes, gpu=watch.summary(), **kept)
+        return Findings(self._rows, status=status, error=error, notes=notes, gpu=self._watch.summary(), **kept)
 
-    def _point(
-        self, point: Point, device: torch.device, limits: Ceilings | None, steps: Steps, apart: Apart, watch: Watch
-    ) -> None:
+    def _point(self, point: Point, device: torch.device, limits: Ceilings | None, steps: Steps, apart: Apart) -> None:
         """All repeats of all implementations, of the same inputs, in ABBA order. What fails is absent here alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
@@ -177,7 +175,7 @@ class KernelSweep(Experiment):
                     units = {name: metric.unit for name, metric in self.metrics.items() if name in values}
                     of = variant, point.name, repeat
                     at.rows[variant] += [Row(*of, name, values[name], unit) for name, unit in units.items()]
-            watch.look()
+            self._watch.look()
         for variant, why in at.failed.items():
             lost = [(name, 0.0, metric.unit, False, f"{ABSENT}{why}") for name, metric in self.metrics.items()]
             at.rows[variant] = [Row(variant, point.name, 0, *each) for each in lost]

@@ -254,8 +254,8 @@ def _billions(info: RunInfo) -> float:
 
 def _verdicts(result: Result) -> str:
     claims = [judged.verdict for judged in result.judgements]
-    told = [f"{claims.count(Verdict.supported)} of {len(claims)} supported"] if claims else []
-    return ", ".join([*told, *([f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else [])])
+    told = f"{claims.count(Verdict.supported)} of {len(claims)} supported" if claims else ""
+    return f"{told}, **{refuted} refuted**" if (refuted := claims.count(Verdict.refuted)) else told
 
 
 def _cell(result: Result, since: Since) -> str:
