@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ Z = NormalDist().inv_cdf(0.975)  # both sides together leave out 5 %
 SAMPLES_BEYOND = 10  # a percentile is shown where at least this many samples lie beyond it: P99 takes 1,000
 MEDIAN_SAMPLES = 10  # a median of requests or gaps takes this many
 DIFFER_Z = NormalDist().inv_cdf(0.75)  # see `processes_differ`
+OFTEN = 0.8  # of runs: what so many show can be relied on
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,18 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
 def factors(values: Mapping[Turn, float]) -> Estimate:
     """The median of paired quantities, such as ratios within a repeat, with the interval of all of them together; where
     they differ between processes, of what varies between processes."""
+    found, judged = estimate(list(values.values())), estimate(_judged_by(values))
+    if judged.low is not None and judged.high is not None:
+        found = _around(found.median, judged.low, judged.high, found.n)
+    return replace(found, processes=len(by_process(values)))
+
+
+def _judged_by(values: Mapping[Turn, float]) -> list[float]:
+    """What their interval is taken of: all of them, or the means of processes that differ."""
     groups = by_process(values)
-    pooled = estimate(list(values.values()))
-    if processes_differ(groups):  # by the means that `estimate` takes the interval of
-        means = [back(float(y.mean())) for y, back in map(_additive, groups)]
-        between = estimate(means)
-        assert between.low is not None
-        assert between.high is not None
-        pooled = _around(pooled.median, between.low, between.high, pooled.n)
-    return replace(pooled, processes=len(groups))
+    if not processes_differ(groups):
+        return list(values.values())
+    return [back(float(y.mean())) for y, back in map(_additive, groups)]  # the means that `estimate` compares
 
 
 def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate | None:
@@ -144,10 +148,38 @@ def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estim
     if not in_range(shared) or not in_range({turn: baseline[turn] for turn in shared}):
         return None
 
-    def paired(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
-        return factors({turn: value / baseline[turn] for turn, value in values.items() if baseline[turn] > 0})
+    if not _paired(shared, baseline):
+        return None
+    return _between_knees(lambda values, baseline: factors(_paired(values, baseline)), shared, baseline)
 
-    return _between_knees(paired, shared, baseline) if any(baseline[turn] > 0 for turn in shared) else None
+
+def _paired(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> dict[Turn, float]:
+    return {turn: value / baseline[turn] for turn, value in values.items() if baseline.get(turn, 0) > 0}
+
+
+class Power(NamedTuple):
+    share: float  # of such runs that would show the ratio that was asked for
+    often: float  # the ratio nearest to 1, to the same side of it, that `OFTEN` of them would show
+
+
+def power(values: Mapping[Turn, float], baseline: Mapping[Turn, float], true: float) -> Power | None:
+    """What runs with the spread of this one would show if their ratio were really `true`, which is not 1: how many have
+    an interval, as that of `ratio`, that lies on that side of 1. None without a pair, and of knees.
+
+    An interval as wide as this run's, t standard errors to either side, is laid around middles that scatter by this
+    run's standard error. The mean over many runs is near the share of them that find the difference (docs/metrics.md).
+    That of a noncentral t, with the same standard error, is too high where processes are few."""
+    pairs = _paired(values, baseline)
+    if not pairs or _knees(values):
+        return None
+    judged = _judged_by(pairs)
+    if len(judged) == 1:
+        return Power(0.0, math.inf if true > 1 else 0.0)
+    y, back = _additive(judged)
+    one, aim = map(math.log if min(judged) > 0 else float, (1.0, true))
+    error, t = float(y.std(ddof=1)) / math.sqrt(len(y)), t_quantile(len(y) - 1)
+    share = NormalDist().cdf(abs(aim - one) / error - t) if error else 1.0
+    return Power(share, back(one + math.copysign(error * (t + NormalDist().inv_cdf(OFTEN)), true - 1)))
 
 
 def apart(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:

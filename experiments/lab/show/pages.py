@@ -3,6 +3,7 @@ mechanism by the settings it was measured in; and the README's table."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,16 +11,19 @@ from operator import itemgetter
 from pathlib import Path
 
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
-from experiments.lab.judge import marks, pairs
+from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.claims import Verdict
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
-from experiments.lab.show.figures import gallery
+from experiments.lab.show.figures import gallery, worth
 from experiments.lab.show.grids import INVALID
 from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
+WORSE = 0.1  # the loss whose power is told
+FAR = 10.0  # times worse: what is beyond is none that anybody asks for
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
 
 
@@ -68,7 +72,7 @@ def screen(result: Result, since: Since) -> str:
         _strip(result, since),
         *(picture.line for picture in gallery.of(result).first),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
-        "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
+        "\n".join(f"- {line}" for of in (_not_counted, _power, _beside_others, _of_the_limit) for line in of(result)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -110,6 +114,34 @@ def _not_counted(result: Result) -> list[str]:
     more = f"; {places.total() - count} elsewhere" if len(places) > 1 else ""
     below = " The remarks say more." if INVALID in result.remarks else ""
     return [f"**{INVALID}**: {count} values of {where} ({reason}){more}.{below}"]
+
+
+def _power(result: Result) -> list[str]:
+    """How many such runs would show a loss in the paired ratios that are drawn: in the weakest, and in the others."""
+    info, found = result.info, list[tuple[stats.Power, effects.Effect]]()
+    for effect in effects.shown(result, worth.ROWS):
+        ratio, true = effect.ratio, 1 + WORSE if effect.better is Better.lower else 1 - WORSE
+        if ratio is None or effect.reference is None or effect.at_another_point:
+            continue
+        # Repeats of one process that are all alike say nothing of another one.
+        alike = ratio.processes == 1 and ratio.low == ratio.high and (ratio.n > 1 or info.is_simulated)
+        power = result.power(effect.cell, effect.reference, effect.metric, true)
+        found += [(power, effect)] if power and not alike else []
+    if not found:
+        return []
+    found.sort(key=lambda each: each[0].share)
+    least, *more = (f"{100 * power.share // 1:.0f} %" if power.share >= 0.01 else "less than 1 %" for power, _ in found)
+    power, effect = found[0]
+    (variant, point), one = effect.cell, effect.ratio is not None and effect.ratio.processes == 1
+    told = f"{100 * WORSE:.0f} % worse would be shown by {least} of such runs{' of one process' if one else ''}"
+    if power.share < stats.OFTEN and 1 / FAR < power.often < FAR:
+        told += f", {math.ceil(100 * abs(power.often - 1))} % worse by {100 * stats.OFTEN:.0f} %"
+    where = info.variants[variant], wording.short(effect.metric, info), wording.point(point)
+    told += f" ({', '.join(filter(None, where))})"
+    if more:
+        which = f"the other {len(more)} ratios" if len(more) > 1 else "the other ratio"
+        told += f"; in {which} by {' to '.join(dict.fromkeys((more[0], more[-1])))}"
+    return [f"**Power**: {told}."]
 
 
 def _beside_others(result: Result) -> list[str]:

@@ -176,6 +176,10 @@ class Result:
         """Of two (variant, point), as stats.ratio."""
         return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 
+    def power(self, cell: tuple[str, str], reference: tuple[str, str], metric: str, true: float) -> stats.Power | None:
+        """Of that ratio, as stats.power."""
+        return stats.power(self.values(*cell, metric), self.values(*reference, metric), true)
+
     @property
     def repeats(self) -> int:
         """In each process, of what was measured here: rows from beside may have more."""
