@@ -12,7 +12,6 @@ from pathlib import Path
 
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs, stats
-from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import badges, flags, sentence
@@ -96,7 +95,7 @@ def _strip(result: Result, since: Since) -> str:
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
         "INVALID": f"**{faults:,} of {len(result.rows):,}**" if faults else "none",
-        "claims": wording.counted(result) or "none",
+        "claims": _verdicts(result) or "none",
         "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
         "code": moved(info, since),
     }
@@ -285,9 +284,7 @@ def _billions(info: RunInfo) -> float:
 
 
 def _verdicts(result: Result) -> str:
-    claims = [judged.verdict for judged in result.judgements]
-    told = f"{claims.count(Verdict.supported)} of {len(claims)} supported" if claims else ""
-    return f"{told}, **{refuted} refuted**" if (refuted := claims.count(Verdict.refuted)) else told
+    return re.sub(r"\d+ refuted", r"**\g<0>**", wording.counted(result))
 
 
 def _cell(result: Result, since: Since) -> str:
