@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 from experiments.lab.measure.kinds import PeerAbsent
+from experiments.lab.measure.profile import NoProfile
 from experiments.lab.measure.traces import RequestTrace, Served
 from mini_infer.core.errors import ConfigError
 
@@ -52,6 +53,9 @@ class Fake:
 
     def forget(self):
         self._forgot += 1
+
+    def profile(self, items, variant, point):
+        raise NoProfile(f"of {variant} at {point} it has only {[item.prompt for item in items]}")
 
     def close(self):
         pass

@@ -10,8 +10,9 @@ from experiments.lab import points
 from experiments.lab.judge.gate import compare
 from experiments.lab.measure import cells
 from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.subjects import EngineSubject, Kind
+from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
@@ -193,9 +194,12 @@ def test_an_engine_takes_its_memory_again_when_its_turn_comes_again(build, monke
 def test_a_peers_process_that_was_stopped_is_opened_again():
     opened = []
 
+    class Peer(Subject):
+        alive, about = True, {"version": 1}
+
     class Pool:
         def open(self, kind, config):
-            opened.append(SimpleNamespace(alive=True, about={"version": 1}))
+            opened.append(Peer())
             return opened[-1]
 
     lender = cells.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)

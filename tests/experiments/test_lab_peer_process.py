@@ -15,6 +15,7 @@ from reimported import reimported
 
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings, ProcessSettings, VLLMSettings
+from experiments.lab.measure.profile import NoProfile
 from experiments.lab.peers import pool
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.process import PeerProcess
@@ -61,6 +62,13 @@ def test_requests_go_in_and_traces_come_back_past_all_noise():
     peer.close()
     assert not is_running(peer.about["child"])  # which would have kept the GPU's memory
     peer.close()
+
+
+def test_a_peer_that_cannot_be_profiled_says_why_and_goes_on():
+    with closing(start()) as peer:
+        with pytest.raises(NoProfile, match=r"of vllm at batch 2 it has only \[\(5, 6\), \(7,\)\]"):
+            peer.profile(ITEMS, "vllm", "batch 2")
+        assert peer.alive
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from experiments import ablation, scheduler_overhead
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate
 from experiments.lab.measure import cells
+from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.show import report
@@ -56,13 +57,22 @@ def test_an_ablation_measures_every_variant_at_every_point_in_every_repeat(on_dr
     assert len(findings.samples) == 1
 
 
+def test_while_a_pass_runs_it_is_told_how_many_requests_have_ended(on_dry_model, monkeypatch):
+    told = []
+    monkeypatch.setattr(Steps, "within", lambda self, ended, total: told.append((ended, total)))
+    with Steps("test") as steps:
+        ablation.Ablation.from_config(on_dry_model()).measure(steps)
+    assert told.count((0, 3)) >= 8  # at the first step of each pass
+    assert told[-1] == (3, 3)
+
+
 def test_variants_take_turns(on_dry_model, monkeypatch):
     order = []
     real = cells.open_subject
 
-    def noting(kind, config):
+    def noting(kind, config, tell):
         order.append(config.seed)
-        return real(kind, config)
+        return real(kind, config, tell)
 
     monkeypatch.setattr(cells, "open_subject", noting)
     config = on_dry_model("experiment.claims=[]", "measure.repeats=4")
@@ -112,7 +122,9 @@ def test_planted_faults_are_caught(on_dry_model, virtual_time, monkeypatch, tmp_
     config.paths.reports = str(tmp_path / "reports")
     real = cells.open_subject
     monkeypatch.setattr(
-        cells, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
+        cells,
+        "open_subject",
+        lambda kind, engine, tell: Broken(engine, fault) if engine.seed == 7 else real(kind, engine, tell),
     )
     path = execute(config, "quickstart", [], tmp_path)
     result = store.read(tmp_path / "r/quickstart/own.in_process/cpu/default.json")
@@ -179,6 +191,36 @@ def test_scheduler_overhead_keeps_finished_repeats(small_overhead, monkeypatch):
         findings = small_overhead.measure(steps)
     assert {row.repeat for row in findings.rows} == {0}
     assert findings.status == "incomplete: interrupted in repeat 2 of 2; 1 of 2 rounds are kept"
+
+
+def test_a_probe_takes_turns_there_and_back_and_the_gpu_is_looked_at_where_something_ran(small_overhead, monkeypatch):
+    turns, (first, second, *_) = [], small_overhead.points
+
+    class Told(Steps):
+        def next(self, what):
+            turns.append(what)
+
+    def values(variant, point):
+        return {} if variant == "b" and small_overhead.repeat else {"step_us": 1.0, "step_p99_us": None}
+
+    small_overhead.variants = {"a": "one", "b": "other"}
+    small_overhead.timed = [("a", first), ("b", first), ("a", second)]
+    monkeypatch.setattr(small_overhead, "values", values)
+    monkeypatch.setattr(small_overhead, "problem", lambda: "planted" if small_overhead.repeat else "")
+    monkeypatch.setattr(small_overhead, "derived", lambda found: [("a", second, {"r_squared": float(len(found))})])
+    monkeypatch.setattr(Watch, "look", lambda self: turns.append("look"))
+    with Told("test") as steps:
+        found = small_overhead.measure(steps)
+    of = [f"one {first.name}", f"other {first.name}", f"one {second.name}"]
+    there, back = ([f"{label}, repeat {n} of 2" for label in of] for n in (1, 2))
+    assert turns == [there[0], "look", there[1], "look", there[2], "look", back[2], "look", back[1], back[0], "look"]
+    assert [(row.variant, row.point, row.repeat, row.metric, row.value, row.reason) for row in found.rows] == [
+        *((variant, point.name, 0, "step_us", 1.0, "") for variant, point in small_overhead.timed),
+        ("a", second.name, 0, "r_squared", 3.0, ""),
+        *(("a", point.name, 1, "step_us", 1.0, "planted") for point in (second, first)),
+        ("a", second.name, 1, "r_squared", 2.0, ""),
+    ]
+    assert [row.valid for row in found.rows] == [not row.reason for row in found.rows]
 
 
 def test_transformers_generates_the_engines_tokens_whatever_the_checkpoint_says(checkpoint):

@@ -353,7 +353,7 @@ class Profiled(InProcess):
 def test_its_kernels_stand_beside_ours(tmp_path):
     engine = Profiled(tmp_path)
     subject = VLLM(engine, lambda output_tokens: output_tokens, {}, tmp_path)
-    profile, kernels = subject.profile([(1, 2), (3,)], "vllm", "batch 2")
+    profile, kernels = subject.profile([Item((1, 2), 2), Item((3,), 2)], "vllm", "batch 2")
     assert (profile.variant, profile.point, profile.rows, profile.busy_us) == ("vllm", "batch 2", 2, pytest.approx(87))
     assert {row.role for row in kernels} == {"linear", "attention", "sample"}
     assert (engine.started_at, engine.stopped_at - engine.started_at) == (CALM + STEPS, STEPS)
@@ -363,4 +363,4 @@ def test_its_kernels_stand_beside_ours(tmp_path):
 def test_without_room_to_decode_there_is_no_profile(tmp_path):
     subject = VLLM(Profiled(tmp_path, 100), lambda output_tokens: output_tokens, {}, tmp_path)
     with pytest.raises(NoProfile, match="the model's length leaves 99 tokens after the longest prompt"):
-        subject.profile([(1,)], "v", "p")
+        subject.profile([Item((1,), 2)], "v", "p")

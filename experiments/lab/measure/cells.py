@@ -21,7 +21,7 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
-from experiments.lab.measure.subjects import EngineSubject, open_subject
+from experiments.lab.measure.subjects import open_subject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
@@ -91,10 +91,9 @@ class Lending:
     def lend(self, cell: Cell) -> Iterator[Lent]:
         variant = cell.engine_of
         lent = self._kept.get(variant)
-        if lent is None or not getattr(lent.subject, "alive", True):
+        if lent is None or not lent.subject.alive:
             lent = self._open(cell.kind, cell.engine)
-        elif isinstance(lent.subject, EngineSubject):
-            # Whatever was opened since its last turn has emptied the allocator.
+        else:
             lent.subject.reserve_memory()
         about, told = self.about.get(variant, ()), dict(lent.subject.about)
         told |= {"process": "its own, kept from pass to pass"} if lent.stays else {}
@@ -120,10 +119,7 @@ class Lending:
             torch.cuda.empty_cache()
         if (peer := self.peers.open(kind, config)) is not None:
             return Lent(peer, stays=True)
-        subject = open_subject(kind, config)
-        if isinstance(subject, EngineSubject):
-            subject.tell = self.tell
-        return Lent(subject)
+        return Lent(open_subject(kind, config, self.tell))
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:

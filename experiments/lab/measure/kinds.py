@@ -15,6 +15,7 @@ from experiments.lab.spec import Checked, Count, Natural, Positive
 from mini_infer.core.errors import MiniInferError
 
 if TYPE_CHECKING:
+    from experiments.lab.measure.profile import KernelRow, StepProfile
     from experiments.lab.measure.traces import Served
     from experiments.lab.workloads import Item
 
@@ -197,6 +198,19 @@ class Subject:
     def forget(self) -> None:
         """What comes finds nothing of what came before: no cached prefix, and no text to draft from. Of one that shares
         nothing between requests there is nothing to forget."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked again: a process of its own may have ended."""
+        return True
+
+    def reserve_memory(self) -> None:
+        """Once more, where what was opened since its last turn has emptied the allocator."""
+
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        """Decodes all items together, with a profiler and without it; asked of kinds that can be `profiled`. Raises
+        NoProfile where nothing is to be seen."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends what would not end with the process that it lives in."""

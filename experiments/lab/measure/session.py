@@ -14,9 +14,7 @@ from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSetti
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.pool import Peers
-from experiments.lab.peers.process import PeerProcess
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger, Terms
@@ -105,7 +103,6 @@ class Session:
             try:
                 with self.lending.lend(cell) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
-                    assert isinstance(lent.subject, EngineSubject | PeerProcess)
                     found, kernels = lent.subject.profile(items, cell.variant, point.name)
             except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")

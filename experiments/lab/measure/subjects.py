@@ -35,7 +35,7 @@ from mini_infer.speculative.policy.costs import StepCosts
 class EngineSubject(Subject):
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tell: Callable[[int, int], None] = lambda ended, total: None) -> None:
         self._folder: TemporaryDirectory[str] | None = None
         if (path := config.cache.disk_prefix_path) is not None:  # in there, one of its own: nothing of other passes
             Path(path).mkdir(parents=True, exist_ok=True)
@@ -56,13 +56,13 @@ class EngineSubject(Subject):
             model = outline(*served_as(config, device))
             self._bytes = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
         self._compiled = compiled_kernels() if device == "cuda" else []
-        self.tell: Callable[[int, int], None] = lambda ended, total: None
+        self._tell = tell
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         known, reserved, allocated = len(self._compiled), self._reserved(), _allocated()
-        served = drive(self.engine, items, concurrency, tell=self.tell)
+        served = drive(self.engine, items, concurrency, tell=self._tell)
         peak = self._peak_memory(served.records, allocated)
         self._held += _allocated() - allocated
         return replace(
@@ -311,7 +311,7 @@ def _trace(engine: LLMEngine) -> dict[str, Any]:
     return found
 
 
-def open_subject(kind: Kind, config: EngineConfig) -> Subject:
+def open_subject(kind: Kind, config: EngineConfig, tell: Callable[[int, int], None]) -> Subject:
     """In this process; peers/pool.py knows those that have their own."""
     if kind is Kind.hf:
         from experiments.lab.peers.hf import HFGenerate  # it imports all of transformers
@@ -321,7 +321,7 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
         from experiments.lab.peers.hf_continuous import HFContinuous
 
         return HFContinuous(config)
-    return EngineSubject(config)
+    return EngineSubject(config, tell)
 
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:

@@ -96,9 +96,7 @@ class PeerProcess(Subject):
         self.call("forget its prefix cache", "forget")
 
     def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
-        """Raises NoProfile, as subjects.profile_decode does."""
-        prompts = [list(item.prompt) for item in items]
-        return self.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
+        return self.call("be profiled", "profile", items=tuple(items), variant=variant, point=point)
 
     def call(self, what: str, method: str, **arguments: Any) -> Any:
         """What a method of the peer returns. Raises NoProfile as it does. `what` it does is for errors."""

@@ -114,11 +114,8 @@ class VLLM(Subject):
                 raise RuntimeError("vLLM does not give its prefix cache up, though no request is running")
             time.sleep(0.01)
 
-    def profile(
-        self, prompts: Sequence[Sequence[int]], variant: str, point: str
-    ) -> tuple[StepProfile, list[KernelRow]]:
-        """Decodes all prompts together, with and without its profiler, and aborts them. Raises NoProfile."""
-        engine = self.engine
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        engine, prompts = self.engine, [list(item.prompt) for item in items]
         room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
         if room < 4 * (STEPS + CALM):
             raise NoProfile(f"the model's length leaves {room} tokens after the longest prompt")
