@@ -28,7 +28,6 @@ from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.store.result import SIMULATED
-from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
@@ -121,13 +120,8 @@ class Capacity(Experiment):
         notes += [*self._layouts.sources, *self.simulator.beyond()]
         notes = [note for note in notes if note]
         print("\n".join(notes), file=sys.stderr)
-        rows = [
-            Row(VARIANT, name, 0, metric, value, self.metrics[metric].unit)
-            for name, plan in plans.items()
-            for metric, value in plan.values.items()
-        ]
         return Findings(
-            rows,
+            [row for plan in plans.values() for row in self.rows(VARIANT, plan.point, 0, plan.values)],
             notes=notes[1:],
             answer=answer,
             points=[plan.point for plan in plans.values()],

@@ -172,13 +172,11 @@ class KernelSweep(Experiment):
                 with at.costing_only(variant):
                     work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
                     values = _values(time_us, work, self.spec.dtype, limits)
-                    units = {name: metric.unit for name, metric in self.metrics.items() if name in values}
-                    of = variant, point.name, repeat
-                    at.rows[variant] += [Row(*of, name, values[name], unit) for name, unit in units.items()]
+                    asked = {name: values.get(name) for name in self.metrics}
+                    at.rows[variant] += self.rows(variant, point, repeat, asked)
             self._watch.look()
         for variant, why in at.failed.items():
-            lost = [(name, 0.0, metric.unit, False, f"{ABSENT}{why}") for name, metric in self.metrics.items()]
-            at.rows[variant] = [Row(variant, point.name, 0, *each) for each in lost]
+            at.rows[variant] = self.rows(variant, point, 0, dict.fromkeys(self.metrics, 0.0), f"{ABSENT}{why}")
         self._rows += chain(*at.rows.values())
         self._gates += at.gates.values()
         for variant_and_why in (*at.absent.items(), *at.failed.items()):

@@ -158,6 +158,14 @@ class Experiment:
         """The variant that is measured under this name: the baseline, of its second arm."""
         return str(self.baseline) if variant == self.aa else variant
 
+    def rows(
+        self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
+    ) -> list[Row]:
+        """One a metric; none of None. `problem`: why they do not count."""
+        known = {name: value for name, value in values.items() if value is not None}
+        return [Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
+                for name, value in known.items()]  # fmt: skip
+
     def measure(self, steps: Steps) -> Findings:
         """In this process, with the seeds of the config."""
         raise NotImplementedError
@@ -204,14 +212,7 @@ class Probe(Experiment):
             values = self.values(variant, point)
             if values:  # else nothing has run
                 watch.look()
-            found += self._rows(variant, point, repeat, values, self.problem())
+            found += self.rows(variant, point, repeat, values, self.problem())
         for variant, point, values in self.derived(found):
-            found += self._rows(variant, point, repeat, values)
+            found += self.rows(variant, point, repeat, values)
         rows += found
-
-    def _rows(
-        self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None], problem: str = ""
-    ) -> list[Row]:
-        known = {name: value for name, value in values.items() if value is not None}
-        return [Row(variant, point.name, repeat, name, value, self.metrics[name].unit, not problem, problem)
-                for name, value in known.items()]  # fmt: skip

@@ -108,6 +108,8 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     assert (found.workload["kind"], found.workload["arrivals"]) == ("shared_prefix", "poisson")
     (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
     assert share >= 0.9
+    assert {(row.variant, row.repeat, row.valid) for row in found.rows} == {(VARIANT, 0, True)}
+    assert {row.point for row in found.rows} == {point.name for point in found.points}
     count = best.values["engine.parallel.replicas"]
     assert count > 1
     assert re.match(rf"The fewest: {count} GPUs, replicas={count}\. \S+% of the requests keep TTFT 60 ms", found.answer)

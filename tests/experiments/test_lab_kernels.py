@@ -276,13 +276,16 @@ THREE = {
 }
 
 
-def break_torch(monkeypatch, at, calls=0):
+MISALIGNED = RuntimeError("Triton Error [CUDA]: misaligned address\nand more")
+
+
+def break_torch(monkeypatch, at, calls=0, error=MISALIGNED):
     """Its kernel fails at so many tokens, after so many calls that do not."""
     real, made = kernel_fused.SiluMul.compute, itertools.count()
 
     def compute(self, kernels, *inputs):
         if self.shape["tokens"] == at and inputs[0].dtype is self.dtype and next(made) >= calls:
-            raise RuntimeError("Triton Error [CUDA]: misaligned address\nand more")
+            raise error
         return real(self, kernels, *inputs)
 
     monkeypatch.setattr(kernel_fused.SiluMul, "compute", compute)
@@ -301,6 +304,13 @@ def test_a_kernel_that_fails_costs_its_point_only(build, monkeypatch, calls):
     assert {gate.point for gate in found.error_gates if gate.variant == "torch"} == {
         f"tokens={n} inner=64" for n in (2, 4)
     }
+
+
+def test_of_a_shape_that_was_interrupted_nothing_is_kept(build, monkeypatch):
+    break_torch(monkeypatch, 3, calls=20, error=KeyboardInterrupt())  # when it is timed
+    found = measure(build(**THREE, dtype="bfloat16"))
+    assert found.status == "incomplete: interrupted in at tokens=3 inner=64; 1 of 3 rounds are kept"
+    assert {row.point for row in found.rows} == {gate.point for gate in found.error_gates} == {"tokens=2 inner=64"}
 
 
 def test_inputs_that_do_not_fit_cost_their_point_only(build, monkeypatch):
@@ -419,6 +429,28 @@ def test_the_baseline_is_timed_twice_at_every_point(build, monkeypatch, tmp_path
     assert [name for name, _ in itertools.groupby(clock.called)][-5:] == there_and_back  # at the last point
     assert "| 1x |" in page
     assert "differs from itself" not in page
+
+
+def test_who_fails_leaves_its_turns_to_the_others_and_the_gpu_is_looked_at_once_a_repeat(build, monkeypatch):
+    turns, names = [], itertools.cycle(["torch", *EAGER_TWICE])
+
+    def prepare(implementation, copies, device):
+        name = next(names)
+
+        def sample_us():
+            turns.append(name)
+            if turns.count("torch") == 2 and name == "torch":
+                raise RuntimeError("planted")
+            return 1.0
+
+        return kernel_timer.Timer(sample_us, False, implementation)
+
+    monkeypatch.setattr(kernels, "prepare", prepare)
+    monkeypatch.setattr(clocks.Watch, "look", lambda self: turns.append("look"))
+    found = measure(build("measure.aa=always", **{**TWO_CASES, "sweeps": TWO_CASES["sweeps"][1:]}))
+    assert turns == ["torch", *EAGER_TWICE, "look", "eager again", "eager", "torch", "look", *EAGER_TWICE, "look"]
+    rows = [(row.variant, row.repeat, row.valid) for row in found.rows]
+    assert rows == [*((name, n, True) for name in EAGER_TWICE for n in range(3)), ("torch", 0, False)]
 
 
 def test_what_the_gpu_said_of_itself_is_kept_and_told(build, monkeypatch, tmp_path):
