@@ -41,7 +41,8 @@ CASES: dict[str, type[Case]] = {
     cls.name: cls
     for cls in (
         *(attention.FlashDecode, attention.DecodeOfFp8, attention.DecodeAttention, attention.PrefillAttention),
-        *(fused.AddRmsNorm, fused.RopeAndStore, fused.SiluMul, fused.Gemv, MLADecode, MoELayer, KVPush),
+        *(fused.AddRmsNorm, fused.RopeAndStore, fused.SiluMul, fused.Gemv, fused.GatedLinear),
+        *(MLADecode, MoELayer, KVPush),
     )
 }
 METRICS = {

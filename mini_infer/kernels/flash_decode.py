@@ -26,6 +26,7 @@ from mini_infer.kernels.paged_decode import (
     attend,
     decode_shape,
     first_position,
+    num_sms,
     paged_decode,
     paged_decode_reference,
     store_rows,
@@ -308,12 +309,6 @@ def flash_decode(
 
 
 flash_decode_reference = paged_decode_reference
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors, or a few on a CPU, where the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @functools.cache

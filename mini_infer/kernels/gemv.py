@@ -254,7 +254,10 @@ def _dot_tile(rows: int, n: int, k: int) -> tuple[int, int, int]:
     read again as W itself (gate and up of Qwen2.5-7B took 101 us instead of 65).
     """
     if rows > 8 and n >= 4096:
-        return 64, 128, 2 if n >= 8192 else 4
+        return 64, 128, 3 if n >= 8192 else 4
     if n >= 8192:
         return 32, 256, 4
-    return 16, 256, 8 if n <= 2 * 16 * _SMS and k <= 8192 and rows <= 8 else 6
+    few = n <= 2 * 16 * _SMS and (k <= 8192 or rows > 8)
+    if few and k % 512 == 0:
+        return 16, 512, 4
+    return 16, 256, 8 if few and rows <= 8 else 6

@@ -255,6 +255,9 @@ class Kernels(Protocol):
             kv: [T, R + P].
         """
 
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """x [T, K] and weight [2I, K], gate over up -> silu(gate) * up [T, I], where one kernel is the fastest."""
+
     def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
         """gate_up [T, 2I], to which `more` of its shape and dtype is added -> silu(gate) * up [T, I]."""
 

@@ -28,13 +28,12 @@ from mini_infer.kernels.flash_decode import (
     finish_part,
     make_parts,
     merge,
-    num_sms,
     part_of,
     parts_of,
     tickets_of,
 )
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
-from mini_infer.kernels.paged_decode import Packs, paged_decode_reference, query_rows, store_rows
+from mini_infer.kernels.paged_decode import Packs, num_sms, paged_decode_reference, query_rows, store_rows
 from mini_infer.kernels.pdl import launch_options, take_turn
 
 # Ranks are padded to a power of two by masks; the sums of more would not fit into the registers.

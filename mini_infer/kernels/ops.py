@@ -133,6 +133,9 @@ class TorchKernels:
         places.slots.view(latents.dtype).index_copy_(0, places.slot_mapping, latents)
         return torch.cat((nope, _rotated(rotated, places)), dim=2)
 
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        return None
+
     def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
         gate_up = gate_up if more is None else gate_up + more
         gate, up = gate_up.chunk(2, dim=-1)
@@ -185,6 +188,7 @@ class TritonKernels(TorchKernels):
         super().__init__()
         from mini_infer.kernels import (
             all_reduce,
+            gated_linear,
             gemv,
             lora_kernels,
             rms_norm,
@@ -198,6 +202,7 @@ class TritonKernels(TorchKernels):
         from mini_infer.kernels.quantized.tokens import quantize_tokens
 
         self.gemv, self.all_reduce, self.dispatch, self.lora = gemv, all_reduce, dispatch, lora_kernels
+        self._gated_linear: ModuleType | None = gated_linear
         self._quantized, self._quantized_gemv = quantized_linear, quantized_gemv
         self._quantize_tokens = quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
@@ -277,6 +282,12 @@ class TritonKernels(TorchKernels):
     def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
         return self._rope_and_store_latent(q, kv, norm, places)
 
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        gated, fits = self._gated_linear, x.is_contiguous() and weight.is_contiguous()
+        if gated is None or not fits or not gated.worth_it(len(x), len(weight) // 2, x.shape[1], x.dtype):
+            return None
+        return gated.gated_linear(x, weight)
+
     def silu_mul(self, gate_up: Tensor, more: Tensor | None = None) -> Tensor:
         return self._silu_mul(gate_up, more)
 
@@ -331,7 +342,7 @@ class InvariantKernels(TritonKernels):
         super().__init__()
         from mini_infer.kernels.invariant_linear import invariant_linear, num_chunks
 
-        self.gemv = None  # it sums in other orders than products of more rows
+        self.gemv = self._gated_linear = None  # they sum in other orders than products of more rows
         self._few_tokens = 0  # one way for all
         self._linear, self._num_chunks = invariant_linear, num_chunks
 

@@ -138,7 +138,8 @@ OWN = {
         "experiment.sweeps=[{case: add_rms_norm, shapes: {tokens: [3], hidden: [64]}},"
         "{case: rope_and_store, shapes: {tokens: [3], heads: ['4/2'], qk_norm: [true], head_dim: [16]}},"
         "{case: silu_mul, shapes: {tokens: [3], inner: [64]}},"
-        "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}}]",
+        "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}},"
+        "{case: gated_linear, shapes: {rows: [3], model: {small: {inner: 24, hidden: 32}}}}]",
     ],
     "all_reduce": [
         *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "experiment.hidden=32"),

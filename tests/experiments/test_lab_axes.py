@@ -266,7 +266,7 @@ def test_an_odd_number_of_repeats_is_rounded_up_and_said(compose_config):
     [
         ("prefix_cache", ["scale=7b", "hardware=cpu"], 2, "1 claim"),
         ("latency", ["scale=0_6b", "engine.model.device=cpu"], 3, "3 claims"),
-        ("fused_kernels", ["hardware=cpu"], 4, "3 claims"),
+        ("fused_kernels", ["hardware=cpu"], 5, "3 claims"),
         ("prefix_cache", ["scale=7b", "hardware=h200"], 3, ""),
         ("prefix_cache", ["via=http", "hardware=h200"], 3, ""),  # ratios, and a share of the client's
     ],

@@ -36,6 +36,7 @@ SMALL = {
     "rope_and_store": {"tokens": 5, "heads": "4/2", "qk_norm": True, "head_dim": 16},
     "silu_mul": {"tokens": 3, "inner": 64},
     "gemv": {"rows": 2, "out": 24, "in": 32},
+    "gated_linear": {"rows": 3, "inner": 24, "hidden": 32},
     "moe_layer": {"tokens": 5, "routing": "zipf", "experts": 6, "chosen": 2, "hidden": 32, "inner": 16},
     "mla_decode": {"heads": 4, "batch": 3, "length": 50, "rank": 16, "rope_dim": 8, "block_size": 16},
     "kv_push": {"tokens": 37, "layers": 5, "kv_heads": 2, "head_size": 8, "block_size": 4},
@@ -90,7 +91,7 @@ def measure(config):
 # --- cases ---
 
 
-@pytest.mark.parametrize("case", ["add_rms_norm", "rope_and_store", "silu_mul", "gemv"])
+@pytest.mark.parametrize("case", ["add_rms_norm", "rope_and_store", "silu_mul", "gemv", "gated_linear"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("variant", ["eager", "torch"])
 def test_torch_stays_near_the_reference(case, dtype, bound, variant):
@@ -185,6 +186,9 @@ def test_rows_of_nan_are_no_small_error():
 def test_the_least_work():
     assert made("add_rms_norm", torch.bfloat16).work() == Work(4 * 3 * 64 * 2)
     assert made("silu_mul", torch.bfloat16).work() == Work(3 * 3 * 64 * 2)
+    assert made("gated_linear", torch.bfloat16).work() == Work(
+        (2 * 24 * 32 + 3 * (24 + 32)) * 2, 2 * 3 * 48 * 32, "read_gb_s"
+    )
     assert made("gemv", torch.bfloat16).work() == Work((24 * 32 + 2 * (24 + 32)) * 2, 2 * 2 * 24 * 32, "read_gb_s")
     rope = made("rope_and_store", torch.bfloat16).work()  # of cos and sin one half each, and a slot of 8 bytes
     assert rope == Work(5 * ((2 * 8 * 16 + 16) * 2 + 8))

@@ -93,6 +93,7 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_add_rms_norm_kernel", "_add_rms_norm_kernel", "norm"),
         ("_rope_and_store_kernel", "_rope_and_store_kernel", "rope"),
         ("_silu_mul_kernel", "_silu_mul_kernel", "silu"),
+        ("_gated_linear_kernel", "_gated_linear_kernel", "linear"),
         ("_fma_kernel", "_fma_kernel", "linear"),
         ("_dot_kernel", "_dot_kernel", "linear"),
         ("_split_rows_kernel", "_split_rows_kernel", "attention"),

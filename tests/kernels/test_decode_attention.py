@@ -121,6 +121,18 @@ def test_equals_the_reference(name: str, function: Callable[..., Tensor], device
     make_case(device, **CASES[name]).check(function)
 
 
+@pytest.mark.parametrize(("sms", "rows"), [(1, 32), (1000, 16)])
+@pytest.mark.parametrize("function", KERNELS)
+def test_queries_of_several_tokens_are_packed_by_what_sms_there_are(
+    function: Callable[..., Tensor], sms: int, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("mini_infer.kernels.paged_decode")
+    monkeypatch.setattr(module, "num_sms", lambda device: sms)
+    case = make_case(device, [4, 200, 65], heads=(7, 1), query_len=3)
+    assert module.decode_shape(case.q, case.keys, case.values, case.query_len)[0].rows == rows
+    case.check(function)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", KERNELS)
 def test_half_precision(function: Callable[..., Tensor], dtype: torch.dtype, device: torch.device) -> None:

@@ -72,12 +72,14 @@ class Machine:
         self.under_way = 0
         self.most_under_way: dict[int, int] = {}  # by tokens a row
         self.rows: list[int] = []
+        self.prompts: list[list[int]] = []
         self._drafts, self._reading = drafts, reading
         self._compiled: set[int] = set()
         monkeypatch.setattr(step_costs.time, "perf_counter", lambda: self.now)
 
     def launch(self, plan: StepPlan) -> StepPlan:
         width = plan.counts[-1]
+        self.prompts += [admission.token_ids for admission in plan.admissions]
         if plan.num_decode_rows:
             if width not in self._compiled:
                 self._compiled.add(width)
@@ -100,7 +102,7 @@ def measured(
     speculation = {"method": method, "num_tokens": 4, **({"draft": {"path": "x"}} if method == "draft" else {})}
     config = EngineConfig.from_dict({"speculation": speculation, "scheduler": {"max_num_seqs": 100}})
     limits = Limits(1024, "", 1_000, 0)
-    return measure_costs(machine, config, limits, overlap, captured)  # type: ignore[arg-type]
+    return measure_costs(machine, config, limits, 1_000, overlap, captured)  # type: ignore[arg-type]
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +113,15 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.draft_seconds(1) == pytest.approx(0.001)
     assert costs.draft_seconds(100) == pytest.approx(0.1)
     assert measured(Machine(monkeypatch), "ngram").draft_seconds(100) == 0
+
+
+def test_rows_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes equal rows with less power, and so faster, than any that are served."""
+    machine = Machine(monkeypatch)
+    measured(machine)
+    assert max(map(max, machine.prompts)) < 1_000, "the vocabulary"
+    assert all(len(set(prompt)) > 200 for prompt in machine.prompts)
+    assert len({prompt[-1] for prompt in machine.prompts[1:101]}) > 80, "the tokens that are computed"
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.1, 2.0])

@@ -114,6 +114,31 @@ class SiluMul(_Fused, tokens=None, inner=4096):
         return F.silu(gate) * up
 
 
+class GatedLinear(_Fused, rows=None, inner=None, hidden=None):
+    """x and gate | up, a batch's product and SiLU-mul: the time is the time to read the weights."""
+
+    name = "gated_linear"
+
+    def work(self, variant: str = "") -> Work:
+        rows, inner, hidden = (self.shape[key] for key in ("rows", "inner", "hidden"))
+        moved = (2 * inner * hidden + rows * (hidden + inner)) * self.dtype.itemsize
+        return Work(moved, 4.0 * rows * inner * hidden, "read_gb_s")
+
+    def allocate(self, copies: int) -> None:
+        rows, inner, hidden = (self.shape[key] for key in ("rows", "inner", "hidden"))
+        weights = (self.random(2 * inner, hidden, scale=hidden**-0.5) for _ in range(copies))
+        self.sets = [(self.random(rows, hidden), weight) for weight in weights]
+
+    def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
+        x, weight = inputs
+        fused = kernels.gated_linear(x, weight)
+        return kernels.silu_mul(kernels.linear(x, weight, None)) if fused is None else fused
+
+    def eager(self, *inputs: Any) -> Tensor:
+        gate, up = F.linear(*inputs).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class RopeAndStore(_Fused, tokens=None, heads=None, qk_norm=False, head_dim=128):
     """q | k | v -> q rotated, k rotated and stored, v stored; with `qk_norm` q and k are normalised by head first."""
 

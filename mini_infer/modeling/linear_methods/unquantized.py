@@ -75,8 +75,9 @@ class Unquantized(LinearMethod):
         return self._kernels.linear(x, self.weight, self.bias, out, chunks=self.chunks)
 
     def apply_silu_mul(self, x: Tensor) -> Tensor | None:
-        gemv = self._gemv_for(x)
-        return None if gemv is None else gemv.gemv(x, self.weight, self.bias, silu_mul=True)
+        if (gemv := self._gemv_for(x)) is not None:
+            return gemv.gemv(x, self.weight, self.bias, silu_mul=True)
+        return None if self.bias is not None else self._kernels.gated_linear(x, self.weight)
 
     def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Part | Tensor:  # type: ignore[override]
         if not self._ordered:

@@ -186,7 +186,7 @@ class DryExecutor(Executor):
         keys = {name: PeftFolder.read(path, lora.max_rank).key for name, path in lora.adapters.items()}
         self._reader, self._reading = ThreadPoolExecutor(1, "adapters"), dict[str, Future[PeftFolder]]()
         self.adapters = keys | {name: name for name in lora.dummy_names}
-        self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
+        self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, dry.vocab_size, self.overlap))
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",

@@ -310,7 +310,8 @@ class Worker:
 
     def measure_step_costs(self) -> StepCosts:
         captured = self.runner.graphs.with_drafts
-        return measure_costs(self.runner, self._config, self.limits, self.overlap, captured)
+        vocab_size = self.target.spec.vocab_size
+        return measure_costs(self.runner, self._config, self.limits, vocab_size, self.overlap, captured)
 
     def report(self) -> StartupReport:
         kernels, target, draft = self._kernels, self.target, self.draft
