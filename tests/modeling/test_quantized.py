@@ -367,6 +367,16 @@ def load_dummy(shape: dict[str, Any], name: str) -> Model:
     return load_model(config, load_spec(config), torch.float32, CPU)
 
 
+@pytest.mark.parametrize("name", ["w8a8", "mixed", "fp8"])
+def test_where_activations_are_rounded_a_row_has_one_result_in_any_company(name: str) -> None:
+    build = Build(torch.float32, CPU, TorchKernels(), stored_as(rounding(name, 128, True)))
+    method = build.linear_method("", LinearShape(1024, {"a": 256}, False, Parallel.column), build)
+    draw = torch.Generator().manual_seed(0)
+    method.round(torch.randn(256, 1024, generator=draw), None)
+    x = torch.randn(64, 1024, generator=draw)
+    assert torch.equal(method.apply(x), torch.cat([method.apply(row[None]) for row in x]))
+
+
 @pytest.mark.parametrize(("columns", "slow"), [(128, False), (64, True)])
 def test_a_format_that_kernels_do_not_have_is_computed_by_torch(
     columns: int, slow: bool, caplog: pytest.LogCaptureFixture
