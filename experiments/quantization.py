@@ -1,17 +1,20 @@
 """How much each scheme and method changes a model's answers, for how many bits a weight; and which layers matter.
 
 It is no ablation: what is measured is what the rounded weights and activations compute, in float32 by transformers'
-modules and by the definition that kernels are tested against. So it needs no GPU, and no kernel's speed enters.
+modules and by the definition that kernels are tested against. So it needs no GPU, and no kernel's speed enters. That an
+engine serves these numbers is what its gates say: one loads each variant from a folder, as the quantizer writes it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,14 +23,18 @@ from torch import Tensor, nn
 
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.explain import require_known
+from experiments.lab.judge import logit_gate
+from experiments.lab.judge.exact_gate import ExactGate
+from experiments.lab.judge.gate import ErrorGate, Gate, compare
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.show.sweeps import Beside
 from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
-from mini_infer import LLMEngine
+from mini_infer import LLMEngine, SamplingParams
 from mini_infer.assets.evaluate import load
 from mini_infer.assets.prompts import draw_prompts, heldout_sources
 from mini_infer.assets.tokens import document_stream
@@ -39,8 +46,17 @@ from mini_infer.calibration.accuracy import (
     spread_windows,
     teacher_forced,
 )
-from mini_infer.calibration.fp8_kv import with_fp8_kv
-from mini_infer.calibration.layerwise import RoundedLayer, Wanted, every, put_in, quantized_layers
+from mini_infer.calibration.compressed import require_library
+from mini_infer.calibration.folder import write_layers
+from mini_infer.calibration.fp8_kv import with_fp8_kv, write_scales
+from mini_infer.calibration.layerwise import (
+    ComputesRounded,
+    RoundedLayer,
+    Wanted,
+    every,
+    put_in,
+    quantized_layers,
+)
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.sensitivity import sensitivities, worth_leaving
 from mini_infer.calibration.streamed import StreamedDecoder
@@ -68,6 +84,8 @@ WHOLE = Point.of({"layers": "all"})
 FP8_KV, BF16 = "fp8", "bfloat16"
 NAMED = 8  # of the linear layers that mind most
 PREVIEW = 2  # windows of calibration text by which the sweep of sensitivity chooses
+FEW, STEPS = 4, 8  # prompts that are also asked alone, and behind which logits are compared; tokens of their answers
+MEASURED = "the measured modules'"
 
 
 @dataclass(frozen=True)
@@ -98,14 +116,17 @@ class QuantizationSpec(ExperimentSpec):
 
 
 class Quantization(Probe):
-    reads = ("engine.model.path", "measure.repeats", "measure.seed")
+    reads = ("engine.model.path", "measure.gates", "measure.repeats", "measure.seed")
     spec: QuantizationSpec
     device = Device.cpu
+    generates = True
     metrics: Mapping[str, Metric] = METRICS
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec = self.spec
+        if self.settings.gates:
+            require_library()
         self._folder = resolve_folder(self.engine.model.path)
         seed = self.settings.seed
         self._recipes = {name: _recipe(name, settings, spec, seed) for name, settings in spec.variants.items()}
@@ -124,19 +145,27 @@ class Quantization(Probe):
         self.points = [WHOLE, *(single if spec.single else [])]
         self.timed = [(name, WHOLE) for name in self.variants]
         self.timed += [(name, point) for name in spec.single for point in single]
-        self._study: _Study | None = None
+
+    @cached_property
+    def _study(self) -> _Study:
+        return _Study(self._folder, self.spec, self.settings.seed)
+
+    def _model(self, variant: str, point: Point = WHOLE) -> tuple[Any, float]:
+        """With the bits of a weight in its layers."""
+        study, recipe = self._study, self._recipes[variant]
+        if recipe is not None:
+            return study.quantized(variant, recipe, study.wanted(point, variant, recipe))
+        model = study.copied()
+        return model.bfloat16() if self._in_bf16(variant) else with_fp8_kv(model, study.calibration), 16.0
+
+    def _in_bf16(self, variant: str) -> bool:
+        return "dtype" in self.spec.variants[variant]
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         with hardware.torch_threads(self.threads), torch.no_grad():
-            study = self._study = self._study or _Study(self._folder, self.spec, self.settings.seed)
-            recipe, dtype = self._recipes[variant], self.spec.variants[variant].get("dtype")
-            whole, reading, bits = point is WHOLE, study.reading(self.repeat), 16.0
-            if recipe is None:
-                model = study.copied()
-                model = model.bfloat16() if dtype else with_fp8_kv(model, study.calibration)
-            else:
-                wanted = study.wanted(point, variant, recipe)
-                model, bits = study.quantized(variant, recipe, wanted)
+            study, recipe = self._study, self._recipes[variant]
+            whole, reading = point is WHOLE, study.reading(self.repeat)
+            model, bits = self._model(variant, point)
             chosen = reading.first(self.spec.few_windows) if {"layer", "part"} & set(point.values) else reading
             found = teacher_forced(chosen, study.logits_of(model))
             values: dict[str, float | None] = {
@@ -147,14 +176,58 @@ class Quantization(Probe):
             if whole or "left" in point.values:
                 values["bits_per_weight"] = bits
             if whole:
-                free = study.generated(model)
+                free = study.generated(model, variant)
                 values |= {"free_agreement": free.equal, "compiles": free.compiles}
-                values |= self._memory(recipe, kv=recipe is None and not dtype)
+                values |= self._memory(recipe, kv=recipe is None and not self._in_bf16(variant))
         return values
 
     def measure(self, steps: Steps) -> Findings:
+        with hardware.torch_threads(self.threads), torch.no_grad():
+            gates = [gate for variant in self.variants for gate in self._gates(variant)] if self.settings.gates else []
         found = super().measure(steps)
-        return replace(found, notes=[*found.notes, *(self._study.notes if self._study else ())])
+        return replace(
+            found,
+            gates=[gate for gate in gates if isinstance(gate, Gate)],
+            error_gates=[gate for gate in gates if isinstance(gate, ErrorGate)],
+            notes=[*found.notes, *self._study.notes],
+        )
+
+    def _gates(self, variant: str) -> Iterator[Gate | ErrorGate]:
+        """What is measured goes past an engine, which is to generate the same tokens. Where it rounds activations, or
+        keys and values, the last bit of float32 decides now and then to which side, and some layers later what follows
+        is as far away as rounding is: there logits are compared, and tokens with activations left as they are."""
+        study, recipe, bf16 = self._study, self._recipes[variant], self._in_bf16(variant)
+        model, _ = self._model(variant)
+        with TemporaryDirectory() as place:
+            config, few = self._served(variant, model, Path(place) / "model"), study.prompts[:FEW]
+            yield replace(ExactGate("cpu").of_prompts(variant, config, few, STEPS), point=WHOLE.name)
+            with closing(LLMEngine(config)) as engine:
+                found, against = study.continued(model, variant), MEASURED
+                if not bf16 and (recipe is None or recipe.formats.activations is not None):
+                    rows = [([*ids, *own[:STEPS]], len(ids)) for ids, own in zip(few, found, strict=False)]
+                    rounded, logits = _logits(model, rows), torch.cat(logit_gate.probe_batch(engine, rows))
+                    model = study.copied() if recipe is None else _with_activations_left(model)
+                    logit_gate.leave_activations(engine)
+                    allowed = math.sqrt(3) * row_error(_logits(model, rows), rounded)  # as logit_gate derives it
+                    error = logit_gate.compare(logits, rounded, allowed, f"{MEASURED} logits")
+                    yield replace(error, variant=variant, point=WHOLE.name)
+                    found, against = study.continued(model), f"with activations left as they are {MEASURED}"
+                if recipe is not None:  # bf16 adds up otherwise in every engine, and kv=fp8 has nothing else to load
+                    greedy = SamplingParams(temperature=0, max_tokens=self.spec.new_tokens)
+                    told = [output.outputs[0].token_ids for output in engine.generate(study.prompts, greedy)]
+                    yield compare(variant, WHOLE.name, found, told, against)
+
+    def _served(self, variant: str, model: Any, out: Path) -> EngineConfig:
+        """Of an engine that loads what the variant is; `out` is where a folder may be written for it."""
+        recipe, dtype, kv = self._recipes[variant], DType.float32, CacheDType.auto
+        if recipe is not None:
+            self._study.write(variant, recipe, out)
+        elif self._in_bf16(variant):
+            out, dtype = self._folder, DType.bfloat16
+        else:
+            write_scales(model, self._folder, out)
+            kv = CacheDType.fp8
+        return EngineConfig(ModelConfig(path=str(out), device=Device.cpu, dtype=dtype), CacheConfig(dtype=kv))
 
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         divergence = {r.variant: r.value for r in found if r.metric == "divergence_mnats" and r.point == WHOLE.name}
@@ -188,6 +261,18 @@ class Quantization(Probe):
         return {"memory_saved": 1 - _loaded_bytes(held) / _loaded_bytes(plain)}
 
 
+def _with_activations_left(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, ComputesRounded):
+            module.activations = None
+    return model
+
+
+def _logits(model: Any, rows: Sequence[logit_gate.Probed]) -> Tensor:
+    """As `probe_batch` has them, one row after the other."""
+    return torch.cat([model(torch.tensor([ids])).logits[0, split - 1 :] for ids, split in rows])
+
+
 def _loaded_bytes(config: ModelConfig) -> int:
     model = load_model(config, load_spec(config), torch.bfloat16, CPU)
     stores = [weight.untyped_storage() for weight in model.parameters()]
@@ -203,10 +288,11 @@ class _Study:
         self.notes: list[str] = []
         self._reference, self._tokenizer = load(folder)
         self._stream = torch.from_numpy(document_stream(heldout_sources(), self._tokenizer).astype("int64"))
-        self._prompts = draw_prompts(spec.prompts, min_tokens=spec.prompt_tokens, seed=seed)
-        ids = [self._tokenizer.encode(prompt.text)[-spec.prompt_tokens :] for prompt in self._prompts]
-        self._ids = torch.tensor(ids)
-        self._expected = self._continued(self._reference)
+        self._texts = draw_prompts(spec.prompts, min_tokens=spec.prompt_tokens, seed=seed)
+        self.prompts = [self._tokenizer.encode(prompt.text)[-spec.prompt_tokens :] for prompt in self._texts]
+        self._stops = load_spec(ModelConfig(path=str(folder))).eos_token_ids  # where an engine ends, too
+        self._continued: dict[str, list[list[int]]] = {}
+        self._expected = self.continued(self._reference)
         self._readings: dict[int, Reading] = {}
         self._made: dict[str, list[RoundedLayer]] = {}
         self._sensitivity: dict[str, dict[str, float]] = {}
@@ -252,11 +338,22 @@ class _Study:
             return lambda name: name not in left
         return every
 
-    def generated(self, model: Any) -> Generated:
-        return generated(self._prompts, self._expected, self._continued(model), self._tokenizer.decode)
+    def generated(self, model: Any, variant: str) -> Generated:
+        return generated(self._texts, self._expected, self.continued(model, variant), self._tokenizer.decode)
 
-    def _continued(self, model: Any) -> list[list[int]]:
-        return greedy_together(model, self._ids, self._spec.new_tokens, self._tokenizer.eos_token_id)
+    def continued(self, model: Any, variant: str = "") -> list[list[int]]:
+        """The greedy continuation of each prompt; of a whole variant, which is named, the same each time."""
+        if variant not in self._continued:
+            ids = torch.tensor(self.prompts)
+            found = greedy_together(model, ids, self._spec.new_tokens, self._stops)
+            if not variant:
+                return found
+            self._continued[variant] = found
+        return self._continued[variant]
+
+    def write(self, variant: str, recipe: Recipe, out: Path) -> None:
+        """A folder with the variant's weights."""
+        write_layers(self._folder, out, recipe, self._layers(variant, recipe))
 
     def _layers(self, variant: str, recipe: Recipe) -> list[RoundedLayer]:
         if variant not in self._made:

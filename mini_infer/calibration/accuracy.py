@@ -7,7 +7,7 @@ every token. In free generation each goes its own way after the first difference
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,8 @@ def function_body(text: str) -> str:
 
 
 @torch.no_grad()
-def greedy_together(model: Any, prompts: Tensor, new_tokens: int, stop: int) -> list[list[int]]:
-    """prompts [n, L] -> the greedy continuation of each, up to and with the first token `stop`."""
+def greedy_together(model: Any, prompts: Tensor, new_tokens: int, stops: Collection[int]) -> list[list[int]]:
+    """prompts [n, L] -> the greedy continuation of each, up to and with the first token of `stops`."""
     from transformers import DynamicCache
 
     cache, ids, written = DynamicCache(), prompts, []
@@ -131,7 +131,8 @@ def greedy_together(model: Any, prompts: Tensor, new_tokens: int, stop: int) -> 
         ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         written.append(ids)
     rows = torch.cat(written, 1).tolist()
-    return [row[: row.index(stop) + 1] if stop in row else row for row in rows]
+    ends = ([place for place, token in enumerate(row, 1) if token in stops] for row in rows)
+    return [row[: end[0]] if end else row for row, end in zip(rows, ends, strict=True)]
 
 
 def spread_windows(stream: Tensor, count: int, length: int, start: float = 0.0) -> Tensor:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_infer.calibration.compressed import layer_tensors, quantization_config, require_library
-from mini_infer.calibration.layerwise import quantized_layers
+from mini_infer.calibration.layerwise import RoundedLayer, quantized_layers
 from mini_infer.calibration.recipe import Recipe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.calibration.text import calibration_ids
@@ -72,10 +72,19 @@ def quantize_folder(
         _save(layer_tensors(layer, recipe, decoder.dtype), work / _shard(index, total))
         (work / f"{index}.{HIDDEN}").unlink(missing_ok=True)
         done(index + 1, total)
-    _save({name: decoder.tensor(name) for name in decoder.other_names()}, work / _shard(total, total))
     _finish(work, folder, recipe, decoder, total)
     os.replace(work, out)
     return out
+
+
+def write_layers(folder: Path, out: Path, recipe: Recipe, layers: Iterable[RoundedLayer]) -> None:
+    """Writes `out`, which is not there yet, as `quantize_folder` does, of all layers of `folder` quantized already."""
+    decoder = StreamedDecoder(folder, torch.device("cpu"))
+    total = len(decoder.layers)
+    out.mkdir()
+    for index, layer in enumerate(layers):
+        _save(layer_tensors(layer, recipe, decoder.dtype), out / _shard(index, total))
+    _finish(out, folder, recipe, decoder, total)
 
 
 def _ids(folder: Path, recipe: Recipe, texts: Callable[[], Sequence[str]]) -> Tensor:
@@ -118,6 +127,7 @@ def _resumed(work: Path, total: int, recipe: Recipe) -> tuple[int, Tensor | None
 
 
 def _finish(work: Path, folder: Path, recipe: Recipe, decoder: StreamedDecoder, total: int) -> None:
+    _save({name: decoder.tensor(name) for name in decoder.other_names()}, work / _shard(total, total))
     index: dict[str, str] = {}
     for number in range(total + 1):
         with safe_open(work / _shard(number, total), framework="pt") as tensors:

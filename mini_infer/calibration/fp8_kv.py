@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mini_infer.modeling.model_files import safetensors_files
 from mini_infer.quantization.formats import FP8, Quantized, dequantize, encode
 
 NOTES, ROUNDS = "mini_infer_notes_kv", "mini_infer_fp8_kv"
@@ -42,6 +46,17 @@ def with_fp8_kv(model: Any, ids: Tensor) -> nn.Module:
     model.set_attn_implementation(ROUNDS)
     found: nn.Module = model
     return found
+
+
+def write_scales(model: nn.Module, folder: Path, out: Path) -> None:
+    """Writes `out`, which is not there yet: `folder`, and the scales of the model that `with_fp8_kv` made of it."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {name: value for file in safetensors_files(folder) for name, value in load_file(file).items()}
+    for name, module in model.named_modules():
+        if hasattr(module, "kv_scales"):
+            keys, values = module.kv_scales.clone()
+            tensors |= {f"{name}.k_scale": keys.clone(), f"{name}.v_scale": values.clone()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def _rounded(x: Tensor, scales: Tensor) -> Tensor:

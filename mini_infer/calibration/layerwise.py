@@ -214,7 +214,8 @@ def _call(layer: nn.Module, hidden: Tensor, told: Mapping[str, Any]) -> Tensor:
 
 
 class ComputesRounded(nn.Module):
-    """A linear layer that computes as a quantized one does, in floating point: what kernels must agree with."""
+    """A linear layer that computes as a quantized one does, in floating point: what kernels must agree with. Without
+    `activations` these stay as they are."""
 
     weight: Tensor
 
@@ -223,15 +224,15 @@ class ComputesRounded(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weight", rounded.weight(form))
-        self.bias, self._activations, self._outliers = bias, activations, rounded.outliers
+        self.bias, self.activations, self._outliers = bias, activations, rounded.outliers
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float32 -> [..., N]."""
         flat = x.reshape(-1, x.shape[-1])
-        if self._activations is not None:
+        if self.activations is not None:
             exact = None if self._outliers is None else flat[:, self._outliers]
             rest = flat if self._outliers is None else flat.index_fill(1, self._outliers, 0.0)
-            flat = rounded_tokens(rest, self._activations)
+            flat = rounded_tokens(rest, self.activations)
             if exact is not None:
                 flat[:, self._outliers] = exact
         return nn.functional.linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)

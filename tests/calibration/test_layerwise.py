@@ -182,10 +182,10 @@ def test_a_body_ends_where_less_is_indented() -> None:
 def test_prompts_that_go_on_together_go_on_as_alone(any_folder: Path, ids: Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(any_folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = [0]
-    found = greedy_together(model, ids, 6, 0)
+    found = greedy_together(model, ids, 6, [0])
     assert found == [greedy(model, row.tolist(), 6) for row in ids]
     third = found[0][2]
-    assert greedy_together(model, ids[:1], 6, third)[0] == found[0][: found[0].index(third) + 1]
+    assert greedy_together(model, ids[:1], 6, [0, third])[0] == found[0][: found[0].index(third) + 1]
 
 
 @torch.no_grad()

@@ -123,15 +123,20 @@ def expect(config: EngineConfig) -> Expected:
         answers = [output.outputs[0].token_ids for output in exact.generate(prompts, params)]
         rows = [([*prompt, *answer], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
         logits, rounding = torch.cat([probe_logits(exact, *row) for row in rows]), 0.0
-        model = exact.executor.runner.model
-        assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
-        methods = [layer.method for layer in model.module.modules() if isinstance(layer, Linear)]
-        rounds = [m for m in methods if isinstance(m, QuantizedLinear) and m.activations is not None]
-        for method in rounds:
-            method.activations = None
-        if rounds:
+        if leave_activations(exact):
             rounding = row_error(torch.cat([probe_logits(exact, *row) for row in rows]), logits)
     return Expected(rows, logits, rounding)
+
+
+def leave_activations(engine: LLMEngine) -> bool:
+    """From now on its activations stay as they are. Whether any were rounded."""
+    model = engine.executor.runner.model
+    assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
+    methods = [layer.method for layer in model.module.modules() if isinstance(layer, Linear)]
+    rounds = [m for m in methods if isinstance(m, QuantizedLinear) and m.activations is not None]
+    for method in rounds:
+        method.activations = None
+    return bool(rounds)
 
 
 def measure(config: EngineConfig, expected: Expected, allowed: float) -> ErrorGate:
