@@ -18,6 +18,7 @@ from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import formulas, logit_gate, prediction, validity
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.load.asked import served
 from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
@@ -243,6 +244,12 @@ class Ablation(Experiment):
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_engine(cell.engine) for cell in ours}
 
+    @property
+    def _gated_over_http(self) -> dict[str, EngineConfig]:
+        """Those that are reached over HTTP, with all that is behind it."""
+        at = [self._cell(variant, self._grid[0]) for variant in self._gated]
+        return {cell.variant: cell.engine for cell in at if cell.kind is Kind.served}
+
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
@@ -257,6 +264,9 @@ class Ablation(Experiment):
                 for of_points in loads.values():
                     known[of_all] += exact.of_own(variant, engines[next(iter(of_points))], of_points)
             found += [replace(gate, variant=variant) for gate in known[of_all]]
+        for variant, engine in self._gated_over_http.items():
+            steps.note(f"gates: tokens of {self.variants[variant]} over HTTP, beside each request's alone")
+            found.append(exact.of_served(variant, engine, partial(served, self.peers)))
         return found
 
     def _inputs(self, point: Point, vocabulary: Vocabulary) -> Inputs:

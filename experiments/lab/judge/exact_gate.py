@@ -5,16 +5,16 @@ compute in fp32, whose sums come out alike often enough for every token to be eq
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from itertools import cycle, zip_longest
+from itertools import cycle, islice, zip_longest
 from typing import Any
 
 import numpy as np
 
 from experiments.lab.judge import logit_gate
-from experiments.lab.judge.gate import Gate, Tokens, compare
+from experiments.lab.judge.gate import ALONE, Gate, Tokens, compare
 from experiments.lab.workloads import Inputs, Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
@@ -55,6 +55,7 @@ Question = tuple[list[int], SamplingParams]
 Asked = tuple[Sequence[Item], list[Question]]  # what primes the prefix cache, and the questions behind it
 Answer = list[tuple[int, TokenLogprob | None]]  # tokens, with their log-probabilities where they are asked for
 Answers = list[Answer]
+Ask = Callable[[Sequence[Question]], Tokens]  # all questions at once
 
 
 class ExactGate:
@@ -81,14 +82,24 @@ class ExactGate:
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With a shipped model, in place of the variant's."""
-        asked, stressed = {"": ((), probes(whole=not config.scheduler.chunked_prefill))}, _stressed(config)
-        weights = f"trained weights of {stressed.model.path}, small chunks, little memory"
-        return self._gates(variant, stressed, asked, weights)[0]
+        asked, stressed = {"": ((), _probes_of(config))}, _stressed(config)
+        return self._gates(variant, stressed, asked, _trained(stressed))[0]
+
+    def of_served(
+        self, variant: str, config: EngineConfig, serve: Callable[[EngineConfig], AbstractContextManager[Ask]]
+    ) -> Gate:
+        """As of_probes, of tokens that `serve` brings over HTTP, from a server with these settings."""
+        questions, stressed = _probes_of(config), self._comparable(_stressed(config))
+        with serve(stressed) as ask:
+            found = [ask(questions) for _ in range(2)]
+        right = [[token for token, _ in answer] for answer in self._asked_alone(plain(stressed), questions)]
+        against = f"{ALONE} ({_trained(stressed)}; over HTTP{self._how})"
+        first, again = (compare(variant, "", right, tokens, against) for tokens in found)
+        return first.joined(again)
 
     def _gates(self, variant: str, config: EngineConfig, asked: Mapping[str, Asked], weights: str) -> list[Gate]:
         """One for each point."""
-        config = _invariant(config) if self._on_gpu else replace(config, numerics=Numerics.fast)
-        found = []
+        config, found = self._comparable(config), []
         with closing(LLMEngine(config)) as engine:
             for prime, questions in asked.values():
                 engine.core.reset()
@@ -96,11 +107,11 @@ class ExactGate:
                     engine.generate([list(item.prompt)], SamplingParams(temperature=0, max_tokens=1))
                 # The second time prefixes are there, and what drafts are proposed from.
                 found.append([_answers(engine, questions) for _ in range(2)])
-        alone = plain(config)
-        self._ask_alone(alone, [question for _, questions in asked.values() for question in questions])
-        against, gates = f"it is answered alone ({weights}{self._how})", []
+        every = [question for _, questions in asked.values() for question in questions]
+        alone = iter(self._asked_alone(plain(config), every))
+        against, gates = f"{ALONE} ({weights}{self._how})", []
         for (point, (_, questions)), twice in zip(asked.items(), found, strict=True):
-            expected = [self._alone[_key(alone, question)] for question in questions]
+            expected = list(islice(alone, len(questions)))
             right = [[token for token, _ in answer] for answer in expected]
             told = (self._told(questions, answers, expected) for answers in twice)
             first, again = (compare(variant, point, right, tokens, against) for tokens in told)
@@ -120,12 +131,16 @@ class ExactGate:
                     found[-1][at] = OTHER_LOGPROBS
         return found
 
-    def _ask_alone(self, config: EngineConfig, questions: list[Question]) -> None:
+    def _comparable(self, config: EngineConfig) -> EngineConfig:
+        return _invariant(config) if self._on_gpu else replace(config, numerics=Numerics.fast)
+
+    def _asked_alone(self, config: EngineConfig, questions: list[Question]) -> Answers:
         """Each question is asked once of the same engine."""
         asked = {_key(config, question): question for question in questions}
         if new := {key: question for key, question in asked.items() if key not in self._alone}:
             with closing(LLMEngine(config)) as engine:
                 self._alone |= {key: _answers(engine, [question])[0] for key, question in new.items()}
+        return [self._alone[_key(config, question)] for question in questions]
 
 
 def _key(config: EngineConfig, question: Question) -> str:
@@ -147,6 +162,14 @@ def plain(config: EngineConfig) -> EngineConfig:
     numbers = {"dtype": own["cache"]["dtype"], "block_size": 16, "num_blocks": -(-longest // 16) + 1}
     off = {"graphs": {"capture": "never"}, "speculation": {}, "parallel": {}}
     return EngineConfig.from_dict({**own, "scheduler": alone, "cache": {**numbers, "prefix_caching": False}, **off})
+
+
+def _trained(config: EngineConfig) -> str:
+    return f"trained weights of {config.model.path}, small chunks, little memory"
+
+
+def _probes_of(config: EngineConfig) -> list[Question]:
+    return probes(whole=not config.scheduler.chunked_prefill)
 
 
 def probes(whole: bool = False) -> list[Question]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+ALONE = "it is answered alone"  # what a request's tokens are compared with
+
 
 @dataclass(frozen=True)
 class Difference:

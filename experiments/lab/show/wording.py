@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from experiments.lab import points
 from experiments.lab.judge.claims import Claim, Judgement, Verdict
-from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.judge.gate import ALONE, ErrorGate
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Provenance, Result, RunInfo
 
@@ -230,7 +230,7 @@ def _of_gates(gates: Sequence[Any], info: RunInfo) -> Line:
         measured = f"{number(worst.error)}{agreed}"
     else:
         other = f"generates the same greedy tokens as {info.variants.get(str(info.baseline), '')}"
-        against = first.against.replace("it is answered alone", "the tokens that it gets alone")
+        against = first.against.replace(ALONE, "the tokens that it gets alone")
         against = against if against != first.against else f"{against} tokens"
         claim = f"{label} {f'gives every request {against}' if first.against else other}"
         measured = f"{sum(g.equal_tokens for g in gates):,} of {sum(g.total_tokens for g in gates):,} tokens"
