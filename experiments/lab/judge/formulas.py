@@ -190,10 +190,6 @@ SERVING: dict[str, Formula] = {
                                partial(_hits, lambda r: r.host_hit_tokens), share=True),
     "disk_hit_rate": of_engine("share of prompt tokens that came back from files", "", HIGHER,
                                partial(_hits, lambda r: r.disk_hit_tokens), share=True),
-    "kv_used_share": of_engine("share of the KV blocks in use", "", LOWER, partial(
-        _mean_over_time, lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks), share=True),
-    "kv_cached_blocks": of_engine("free KV blocks that hold a cached prefix", "blocks", HIGHER, partial(
-        _mean_over_time, lambda r: r.kv.cached_blocks, lambda r: 1)),
     "evictions": of_engine("cached KV blocks overwritten", "blocks", LOWER, total(lambda r: r.evictions)),
     "swapped_blocks": of_engine("KV blocks moved to host memory or back", "blocks", LOWER,
                                 total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks)),
@@ -207,8 +203,6 @@ SERVING: dict[str, Formula] = {
     "schedule_ms": of_engine("time to schedule a step, mean", "ms", LOWER, mean(lambda r: 1e3 * r.schedule_s)),
     **{f"{stage}_ms": of_engine(f"{what}, mean step", "ms", LOWER, partial(_stage, stage))
        for stage, what in STAGES.items()},
-    "tokens_per_step": of_engine("tokens computed in a step, mean", "tokens", HIGHER,
-                                 mean(lambda r: r.prefill_tokens + r.verified_tokens)),
     "batch_size": of_engine("requests that decode together, mean", "requests", HIGHER,
                             lambda s: _mean([r.decode_rows for r in s.records if r.decode_rows])),
     "expert_imbalance": of_engine("tokens of a layer's busiest expert / of its average one, mean step", "", LOWER,
