@@ -19,7 +19,7 @@ from experiments.lab import axes
 from experiments.lab.explain import describe
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind, PeerSettings
-from experiments.lab.spec import Checked, Count, ExperimentSpec, Name, Natural, Positive
+from experiments.lab.spec import Checked, Count, ExperimentSpec, Name, Natural
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -95,9 +95,7 @@ class TrackerSettings(Checked, section="tracker"):
     kind: TrackerKind = TrackerKind.none
     sync: bool = False  # sends the runs; else they stay in files, for a later `wandb sync`
     project: Name = "mini-infer"
-    entity: str | None = None  # user or team; the login's own where it is not given
     folder: Name = "outputs"  # of its files; a relative path starts at the folder of run.py
-    sync_timeout_s: Positive = 120.0
 
 
 @dataclass(frozen=True)

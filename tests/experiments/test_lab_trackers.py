@@ -251,13 +251,6 @@ def test_a_missing_login_or_network_leaves_them_in_files(monkeypatch, outcome, r
     assert "send them with: wandb sync" in said
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("tracker.project=''", "must be a name, not an empty one"),
-        ("tracker.sync_timeout_s=0", "tracker.sync_timeout_s must be above 0"),
-    ],
-)
-def test_settings_are_checked_before_anything_is_measured(run, override, message):
-    with pytest.raises(ConfigError, match=message):
-        run(override)
+def test_settings_are_checked_before_anything_is_measured(run):
+    with pytest.raises(ConfigError, match="must be a name, not an empty one"):
+        run("tracker.project=''")

@@ -1,5 +1,5 @@
-"""Words of stored results that have found better ones since. A result keeps what it was written with: labels, notes,
-names of variants; what is said here is said of all pages, until the last such result has been measured again."""
+"""Words of stored results that have found better ones since. A result keeps what it was written with: labels and
+notes; what is said here is said of all pages, until the last such result has been measured again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from experiments.lab.store.result import Result
 LABELS = {  # of metrics
     "those bytes / a row there and back for each rank with a token's experts": "bytes sent / the fewest that would do",
 }
-VARIANTS = {("flash_decode", "FA4"): "FA4, no split"}  # by their experiment
 _LATE = re.compile(r"(Process [\d, ]+: )?(.*), repeat (\d+): (\d+) of (\d+) steps look too short.*")
 _NOTES = (
     (r"Up to (\d+) other GPUs of this machine computed for somebody else meanwhile",
@@ -29,7 +28,6 @@ def in_todays_words(result: Result) -> Result:
         info=replace(
             info,
             metrics={name: replace(m, label=LABELS.get(m.label, m.label)) for name, m in info.metrics.items()},
-            variants={name: VARIANTS.get((info.experiment, label), label) for name, label in info.variants.items()},
             notes=tuple(_notes(info.notes)),
         ),
     )

@@ -3,6 +3,7 @@ and one process at a time, since parallel jobs of a sweep write into the same fo
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,12 +105,7 @@ def table(results: Sequence[Result], root: Path = ROOT) -> str:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Waits until no other process of this machine is inside. Where the system has no flock, it does nothing."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
+    """Waits until no other process of this machine is inside."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

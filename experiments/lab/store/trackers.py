@@ -19,6 +19,7 @@ from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
 
+SYNC_S = 120.0  # that sending the runs may take
 NOT_SERIES = ("variant", "point", "preempted", "finished")  # columns of a step that are no numbers
 Values = dict[str, Any]
 Medians = Mapping[tuple[str, str, str], Values]  # by variant, point and metric
@@ -52,7 +53,6 @@ def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, f
     def started(name: str, **more: str) -> Any:
         run = wandb.init(
             project=settings.project,
-            entity=settings.entity,
             dir=str(folder),
             name=name + run_name,
             group=f"{page}, sweep {swept}" if swept else page,
@@ -96,16 +96,15 @@ def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
     if not settings.sync:
         return later
     command = [sys.executable, "-m", "wandb", "sync", *written]
-    limit = settings.sync_timeout_s
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SYNC_S)
         if done.returncode == 0:
             return ", sent to W&B"
         lines = f"wandb sync failed\n{done.stdout}\n{done.stderr}".strip().splitlines()
         errors = [line for line in map(str.strip, lines) if line.startswith("Error:")]
         reason = (errors or lines)[-1].removeprefix("Error:").strip().rstrip(".")
     except subprocess.TimeoutExpired:
-        reason = f"no answer within {limit:g} s"
+        reason = f"no answer within {SYNC_S:g} s"
     except OSError as error:
         reason = str(error)
     return f" could not be sent ({reason}){later}"
