@@ -29,7 +29,7 @@ from experiments.lab.measure.subjects import require_servable
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import NONE_OF, PREDICTED, RATE, TAKE
-from experiments.lab.store.ledger import Terms
+from experiments.lab.store.ledger import Ledger
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.base import Vocabulary
@@ -157,7 +157,7 @@ class Ablation(Experiment):
         limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
-        terms = Terms(
+        ledger = Ledger(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
@@ -166,7 +166,7 @@ class Ablation(Experiment):
             timeline=self._timeline,
         )
         others, error_gates = (self.peers, self.simulator, self.aa, self._left_out), list[ErrorGate]()
-        with closing(Session(terms, self._cells, len(repeats), steps, spec, *others)) as session:
+        with closing(Session(ledger, self._cells, len(repeats), steps, spec, *others)) as session:
             gated = self.settings.gates
             if gated and spec.gate_logit_error is not None:
                 steps.note("gates: logits of all variants, beside those in fp32")
@@ -184,7 +184,6 @@ class Ablation(Experiment):
                 profile = partial(session.profile, repeat, point, inputs[point.name])
                 work.append((f"profile {repeat + 1} at {point.name}", profile))
             status, error = run_rounds(work, lambda: session.begun)
-        ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited
         # Of all rounds; what they know of is called as in Findings.

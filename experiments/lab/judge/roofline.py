@@ -18,7 +18,7 @@ A floor must be below every true time, so each count here is the least that any 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -158,7 +158,3 @@ def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:
 def floor(cost: Cost, ceilings: Ceilings) -> Floor:
     seconds = sum(flops / (ceilings.tflop_s_of(dtype) * TFLOP) for dtype, flops in cost.flops.items())
     return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), seconds)
-
-
-def floors(costs: StepCosts, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
-    return [floor(costs.of(work(record)), ceilings) for record in records]

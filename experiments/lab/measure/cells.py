@@ -25,7 +25,7 @@ from experiments.lab.measure.subjects import open_subject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
-from experiments.lab.store.rows import ABSENT, Row
+from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs, Item, Workload
 from mini_infer.core.config import AllReduce, EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
@@ -166,7 +166,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
     device = device_of(cell.engine, simulated=cell.kind.can.virtual)
     costs = roofline.StepCosts(*served_as(cell.engine, device.type))
     together = ceilings.of(cell.engine.parallel.ranks)
-    return Context(slo, lambda records: roofline.floors(costs, records, together))
+    return Context(slo, lambda records: [roofline.floor(costs.of(roofline.work(r)), together) for r in records])
 
 
 def starts_untimed(cell: Cell) -> bool:
@@ -207,20 +207,15 @@ def rows(
     found, meaningless = list[Row](), dict[str, list[str]]()
     for name, value in formulas.measure(served, names, measured).items():
         if not isinstance(value, Missing):
-            found.append(_row(cell, repeat, name, value, problem))
+            found.append(row(cell, repeat, name, value, problem))
         elif value.applies:
-            found.append(_row(cell, repeat, name, 0.0, "; ".join(filter(None, (problem, value.reason)))))
+            found.append(row(cell, repeat, name, 0.0, "; ".join(filter(None, (problem, value.reason)))))
         else:
             meaningless.setdefault(value.reason, []).append(formulas.describe(name).label)
     left_out = ((why, "; ".join(of), ":" if len(of) > 1 else " is") for why, of in meaningless.items())
     return found, [f"{labels}{verb} left out, because {why}" for why, labels, verb in left_out]
 
 
-def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
-    """Of a peer that is not there."""
-    return [_row(cell, repeat, name, 0.0, f"{ABSENT}{why}") for name in names]
-
-
-def _row(cell: Cell, repeat: int, name: str, value: float, problem: str) -> Row:
+def row(cell: Cell, repeat: int, name: str, value: float, problem: str) -> Row:
     reason = " ".join(problem.split())  # an error may have lines
     return Row(*cell.key, repeat, name, float(value), formulas.describe(name).unit, not reason, reason)

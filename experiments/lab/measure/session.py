@@ -17,7 +17,7 @@ from experiments.lab.measure.simulated import Simulator
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.store.ledger import Key, Ledger, Terms
+from experiments.lab.store.ledger import Key, Ledger
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs
 
@@ -26,7 +26,7 @@ ATTEMPTS = 3  # at a pass, where the machine changes its speed
 
 @dataclass
 class Session:
-    terms: InitVar[Terms]
+    ledger: Ledger
     cells: Mapping[Key, Cell]
     repeats: int
     steps: Steps
@@ -41,9 +41,8 @@ class Session:
     notes: list[str] = field(default_factory=list)
     begun: str = ""  # what is kept of the first round, where Ctrl-C came before its end
 
-    def __post_init__(self, terms: Terms, peer_settings: PeerSettings, simulator: Simulator) -> None:
-        self.ledger, self.labels = Ledger(terms), terms.labels
-        keep = self.spec.keep_engines
+    def __post_init__(self, peer_settings: PeerSettings, simulator: Simulator) -> None:
+        self.labels, keep = self.ledger.labels, self.spec.keep_engines
         self.lending = Lending(keep, Peers(peer_settings, keep), simulator, self.steps.within)
         self.close = self.lending.close
         self._absent: dict[str, str] = {}  # variant -> why

@@ -4,6 +4,7 @@ profiled, in a pass of their own that nothing is timed in."""
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import shutil
 import time
@@ -313,14 +314,9 @@ def _trace(engine: LLMEngine) -> dict[str, Any]:
 
 def open_subject(kind: Kind, config: EngineConfig, tell: Callable[[int, int], None]) -> Subject:
     """In this process; peers/pool.py knows those that have their own."""
-    if kind is Kind.hf:
-        from experiments.lab.peers.hf import HFGenerate  # it imports all of transformers
-
-        return HFGenerate(config.model)
-    if kind is Kind.hf_continuous:
-        from experiments.lab.peers.hf_continuous import HFContinuous
-
-        return HFContinuous(config)
+    if kind.can.module:  # which imports all of transformers
+        peer: Subject = importlib.import_module(kind.can.module).open_peer(config, {"threads": torch.get_num_threads()})
+        return peer
     return EngineSubject(config, tell)
 
 

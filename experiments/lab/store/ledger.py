@@ -13,7 +13,7 @@ from experiments.lab.judge.metrics import Context
 from experiments.lab.measure import cells, traces
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import ABSENT, Row
 
 Key = tuple[str, str]  # variant, point
 
@@ -32,9 +32,9 @@ class Round:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What passes are judged by."""
+@dataclass
+class Ledger:
+    """A round is entered whole: what stops a run in the middle of one leaves nothing of it, unless it is the first."""
 
     metrics: Sequence[str]
     baseline: str
@@ -43,12 +43,7 @@ class Terms:
     vocab_size: int
     timeline: str | None  # the point whose steps are kept; None: no point's
 
-
-class Ledger:
-    """A round is entered whole: what stops a run in the middle of one leaves nothing of it, unless it is the first."""
-
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
+    def __post_init__(self) -> None:
         self.rounds: list[Round] = []
         self._host_drifts: list[float] = []  # of all passes
         self._late_readings: list[float] = []  # of all passes, the share of steps
@@ -61,22 +56,22 @@ class Ledger:
         `absent` is what could not be measured, and why."""
         found = Round()
         judging = [attempts[-1] for cell, attempts in passes
-                   if cell.variant == self._terms.baseline and cells.tokens_must_agree(cell)]  # fmt: skip
+                   if cell.variant == self.baseline and cells.tokens_must_agree(cell)]  # fmt: skip
         right = _told(judging[0]) if judging else None
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
-            if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
+            if repeat == 0 and cell.kind.can.steps and cell.point.name == self.timeline:
                 found.steps.extend(traces.step_rows(*cell.key, attempts[-1].served))
             if (told := _told(attempts[-1])) is None:
-                label = self._terms.labels[cell.variant]
+                label = self.labels[cell.variant]
                 found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
                 continue
             found.tokens[cell.key] = told
             if right is not None and cells.tokens_must_agree(cell):
                 found.gates[cell.key] = compare(*cell.key, right, told)
         for cell, why in absent:
-            found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
+            found.rows.extend(cells.row(cell, repeat, name, 0.0, f"{ABSENT}{why}") for name in self.metrics)
         self.rounds.append(found)
 
     @property
@@ -103,15 +98,15 @@ class Ledger:
         return [functools.reduce(Gate.joined, own) for own in found if own]
 
     def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
-        terms, served = self._terms, measured.served
+        served = measured.served
         self._host_drifts.append(0.0 if measured.drift.gpu is None else measured.drift.host)
-        against, label = terms.contexts[cell.key], terms.labels[cell.variant]
+        against, label = self.contexts[cell.key], self.labels[cell.variant]
         floors = against.floors(served.records) if against.floors else ()  # once, for all metrics
         if against.floors:
             against = replace(against, floors=lambda _: floors)
         evidence = validity.Evidence(
             served,
-            terms.vocab_size,
+            self.vocab_size,
             measured.drift,
             self.tokens(cell.key) if cells.tokens_must_agree(cell) else None,
             made_up_prompts=cells.drafts_on_made_up_prompts(cell),
@@ -121,7 +116,7 @@ class Ledger:
             stages=cell.engine.parallel.pipeline,
         )
         problem = validity.problem(evidence)
-        rows, left_out = cells.rows(cell, repeat, terms.metrics, against, served, problem)
+        rows, left_out = cells.rows(cell, repeat, self.metrics, against, served, problem)
         found.rows.extend(rows)
         attempt = self._tried[cell.key, repeat]
         self._tried[cell.key, repeat] += 1
