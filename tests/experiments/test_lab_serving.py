@@ -56,14 +56,19 @@ def test_a_token_counts_when_the_end_of_its_event_is_read():
     assert (answer.cached_tokens, answer.error) == (16, "")
 
 
+def scheduled(*reads):
+    answer = read_answer(reads)
+    return traces.first_scheduled(answer.token_times, answer.spans)
+
+
 def test_a_server_of_ours_tells_when_it_has_scheduled_a_request():
     usage = USAGE | {"spans": {"queue": 0.3, "prefill": 0.2}}
-    answer = read_answer([(1.0, tokens(7, 8, 9)), (4.0, event(choices=[], usage=usage) + DONE)])
-    assert answer.first_scheduled == 1.0 - 0.2
+    told = lambda: event(choices=[], usage=usage) + DONE  # noqa: E731
+    assert scheduled((1.0, tokens(7, 8, 9)), (4.0, told())) == 1.0 - 0.2
     usage["spans"] |= {"transfer_exposed": 0.1, "decode_wait": 0.05, "first_decode_step": 0.02, "transfer": 0.15}
-    answer = read_answer([(1.0, tokens(7, 8, 9)), (4.0, event(choices=[], usage=usage) + DONE)])
-    assert answer.first_scheduled == pytest.approx(1.0 - 0.37)
-    assert read_answer([(1.0, tokens(7, 8, 9)), (4.0, END)]).first_scheduled is None
+    assert scheduled((1.0, tokens(7, 8, 9)), (4.0, told())) == pytest.approx(1.0 - 0.37)
+    assert scheduled((1.0, tokens(7, 8, 9)), (4.0, END)) is None
+    assert scheduled((4.0, told())) is None, "there was no token"
 
 
 def test_lines_may_end_in_crlf_and_comments_are_skipped():

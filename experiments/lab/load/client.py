@@ -13,14 +13,14 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from experiments.lab.load.connection import Connection, Exchange, read_answer
 from experiments.lab.measure.kinds import ClientSettings
 from experiments.lab.measure.schedule import LOST, Outcomes, Schedule, Sent, lead_s
-from experiments.lab.measure.traces import HostUse, Served
+from experiments.lab.measure.traces import HostUse, Served, first_scheduled, joined
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
@@ -129,7 +129,7 @@ class Client:
             tells_tokens = bool(answer.token_ids) or not answer.token_times
             self._outcomes.note(index, answer.error, answer.token_times, answer.token_ids, tells_tokens=tells_tokens,
                                 cached_tokens=answer.cached_tokens or 0, spans=answer.spans,
-                                first_scheduled=answer.first_scheduled)  # fmt: skip
+                                first_scheduled=first_scheduled(answer.token_times, answer.spans))  # fmt: skip
         traces = tuple(trace for _, trace in sorted(self._outcomes.traces.items()))
         served = Served(traces, self._start, self._end, in_flight_s=self._schedule.in_flight_s)
         return served, self._cpu_s, tells_cached
@@ -228,14 +228,10 @@ class Clients:
         took = time.perf_counter() - start - lead_s(items)  # by this clock, whatever they say of theirs
         told = ask_all(clients, "read the answers", "outcome", [{}] * len(asked))
         parts, cpu, tells_cached = zip(*told, strict=True)
-        owned = ((own, part.requests) for own, part in zip(hands, parts, strict=True))
-        by_index = {index: trace for own, requests in owned for index, trace in zip(own, requests, strict=True)}
-        traces = tuple(trace for _, trace in sorted(by_index.items()))
-        return Served(
-            traces,
-            min((trace.arrival for trace in traces), default=start),
-            max(part.end for part in parts),
-            in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
+        served = joined(parts, hands)
+        return replace(
+            served,
+            start=min((request.arrival for request in served.requests), default=start),
             host=HostUse(
                 client_s=sum(cpu),
                 client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),

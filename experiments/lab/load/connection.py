@@ -101,12 +101,6 @@ class Answer:
     spans: dict[str, float] = field(default_factory=dict)  # as RequestMetrics.spans, where the server tells them
     error: str = ""  # why it is not complete
 
-    @property
-    def first_scheduled(self) -> float | None:
-        """By this clock: so long before the first token was read as the server says. None where it does not."""
-        parts = [seconds for name, seconds in self.spans.items() if name not in ("queue", "transfer")]
-        return self.token_times[0] - sum(parts) if parts and self.token_times else None
-
 
 def read_answer(reads: Sequence[Read]) -> Answer:
     """How many tokens an event has is told by its `token_ids`, else by its `usage`, else it is one. Where that does not

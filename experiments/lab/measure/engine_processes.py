@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, ProcessSettings, why_lost
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.traces import RequestTrace, Served, first_scheduled, joined
 from experiments.lab.peers.pool import require_device, settled
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.workloads import Item
@@ -115,7 +115,6 @@ async def ask(
         times += [time.perf_counter()] * len(delta.token_ids)
         tokens += delta.token_ids
         spans = delta.spans or spans
-    to_first = sum(seconds for name, seconds in spans.items() if name not in ("queue", "transfer"))
     return RequestTrace(
         prompt_tokens=len(prompt),
         asked_tokens=output_tokens,
@@ -123,7 +122,7 @@ async def ask(
         token_times=tuple(times),
         token_ids=tuple(tokens),
         sent=None if due is None else sent,
-        first_scheduled=times[0] - to_first if spans else None,
+        first_scheduled=first_scheduled(times, spans),
         spans=spans,
     )
 
@@ -163,16 +162,11 @@ class PeerReplicas:
         tens of milliseconds apart. All times are of one clock. `concurrency` is of each; no item may follow another.
         None where they are absent."""
         number, found = len(self._each), list[Served]()
+        hands = [range(first, len(items), number) for first in range(number)]
         with self._asked():
-            asked = [{"items": tuple(items[first::number]), "concurrency": concurrency} for first in range(number)]
+            asked = [{"items": tuple(items[at] for at in own), "concurrency": concurrency} for own in hands]
             found = ask_all(self._each, "serve", "serve", asked)
-        if not found:
-            return None
-        own = [iter(served.requests) for served in found]
-        traces = tuple(next(own[index % number]) for index in range(len(items)))
-        start, end = min(served.start for served in found), max(served.end for served in found)
-        flights = [served.in_flight_s for served in found if served.in_flight_s is not None]
-        return Served(traces, start, end, in_flight_s=sum(flights) if len(flights) == number else None)
+        return joined(found, hands) if found else None
 
     def close(self) -> None:
         while self._each:

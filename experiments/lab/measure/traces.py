@@ -3,6 +3,7 @@ and the rows of the result's tables that follow from them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import Counter
@@ -74,6 +75,12 @@ class RequestTrace:
             return 0.0
         ready = self.arrival if self.could_send is None else max(self.arrival, self.could_send)
         return max(0.0, self.sent - ready)
+
+
+def first_scheduled(token_times: Sequence[float], spans: Mapping[str, float]) -> float | None:
+    """So long before the first token as the engine says, by the clock of who asks. None where it does not say."""
+    parts = [seconds for name, seconds in spans.items() if name not in ("queue", "transfer")]
+    return token_times[0] - sum(parts) if parts and token_times else None
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,15 @@ class Served:
             return self
         ramp = RAMP * (max(arrivals) - min(arrivals))
         return replace(self, window=(min(arrivals) + ramp, max(arrivals) - ramp))
+
+
+def joined(parts: Sequence[Served], owned: Sequence[Sequence[int]]) -> Served:
+    """One pass, of which several processes have each served the requests with the indices that it `owned`."""
+    each = (zip(own, part.requests, strict=True) for own, part in zip(owned, parts, strict=True))
+    requests = tuple(request for _, request in sorted(itertools.chain(*each)))
+    flights = [part.in_flight_s for part in parts if part.in_flight_s is not None]
+    in_flight_s = sum(flights) if len(flights) == len(parts) else None
+    return Served(requests, min(p.start for p in parts), max(p.end for p in parts), in_flight_s=in_flight_s)
 
 
 @dataclass(frozen=True)
