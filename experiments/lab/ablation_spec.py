@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from experiments.lab import axes, points, schema
+from experiments.lab.explain import require_known
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
@@ -56,9 +57,7 @@ class AblationSpec(ExperimentSpec):
     def __post_init__(self) -> None:
         if not self.variants:
             raise ConfigError("experiment.variants is empty: name at least one variant and its changes")
-        if self.baseline not in self.variants:
-            known = ", ".join(self.variants)
-            raise ConfigError(f"experiment.baseline={self.baseline!r} is no variant; variants: {known}")
+        require_known("experiment.baseline: there is no variant", [self.baseline], self.variants)
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
@@ -158,20 +157,24 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     return kind
 
 
+def _at_points(config: DictConfig) -> Iterator[DictConfig]:
+    asked = schema.of_points(config)
+    for point in points.grid(schema.plain(config.experiment).get("points") or {}):
+        yield schema.with_values(asked, point.values)
+
+
 def engines(config: DictConfig) -> Iterator[tuple[Kind, EngineConfig]]:
     """Every variant at every point. Raises ConfigError."""
-    asked, spec = schema.of_points(config), schema.plain(config.experiment)
-    for point in points.grid(spec.get("points") or {}):
-        at_point = schema.with_values(asked, point.values)
-        for name, changes in (spec.get("variants") or {}).items():
+    variants = schema.plain(config.experiment).get("variants") or {}
+    for at_point in _at_points(config):
+        for name, changes in variants.items():
             yield made(at_point, name, changes or {})
 
 
 def require_files(config: DictConfig) -> None:
     """Raises ConfigError where a file that requests of some point are made of is missing, or is not sound."""
-    asked, spec = schema.of_points(config), schema.plain(config.experiment)
-    for point in points.grid(spec.get("points") or {}):
-        schema.workload(schema.with_values(asked, point.values)).require_files()
+    for at_point in _at_points(config):
+        schema.workload(at_point).require_files()
 
 
 def require_possible(config: DictConfig) -> None:

@@ -17,7 +17,7 @@ from experiments.lab.execute import execute
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report, sweeps
-from experiments.lab.show.answer import answer
+from experiments.lab.show.answer import sentence
 from experiments.lab.show.compare import OTHER_MACHINE, compare
 from experiments.lab.store import result as store
 from experiments.lab.store import runs
@@ -241,7 +241,7 @@ def test_a_variant_that_is_left_out_takes_its_claims_along(compose_config, run_p
     with pytest.raises(ConfigError, match=r"experiment.variants has no 'onn'; did you mean 'on'\? Known: off, on"):
         settle(compose_config, "prefix_cache", "~experiment.variants.onn")
     assert run_py("show", "prefix_cache", "~experiment.variants.off") == 2  # as the run
-    assert "experiment.baseline='off' is no variant" in capsys.readouterr().err
+    assert "experiment.baseline: there is no variant 'off'. Known: on" in capsys.readouterr().err
 
 
 def test_claims_stay_about_the_baseline_that_they_were_made_for(compose_config):
@@ -650,13 +650,13 @@ def test_the_answer_of_a_sweep_is_over_its_key():
         rows = [replace(r, value=r.value * (1.44 if r.variant == "new" else 1)) for r in runs_of[1].rows]
         return sweeps.joined([runs_of[0], replace(runs_of[1], rows=tuple(rows))])[0]
 
-    text = answer(found(variants={"base": "without", "new": "with"}))
+    text = sentence(found(variants={"base": "without", "new": "with"}))
     ends = r"with 1\.50x \[.*\] at 64 to 2\.16x \[.*\] at 32, of without\."
     assert re.fullmatch(rf"Tokens/s, concurrency 8 over suffix tokens 32 to 64: {ends}", text)
-    alone = answer(found(variants={"base": "alone"}, gates=[]))
+    alone = sentence(found(variants={"base": "alone"}, gates=[]))
     assert alone.startswith("Tokens/s, concurrency 8 over suffix tokens 32 to 64: alone ")
     same = sweeps.joined([swept(n, "engine/dispatch", variants={"a": "a", "base": "b"}, rows=[]) for n in ("x", "y")])
-    assert answer(same[0]) == "There is no answer: no valid measurement."
+    assert sentence(same[0]) == "There is no answer: no valid measurement."
 
 
 def test_runs_that_differ_in_what_is_no_key_are_no_sweep():
@@ -701,14 +701,14 @@ def test_a_page_of_a_sweep_has_a_table_and_a_figure_and_no_stack_of_runs(tmp_pat
 
 def test_without_claims_the_answer_names_the_best_setting():
     quiet = demo(claims=(), noise=0.001)
-    assert answer(quiet).startswith("Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.50x [")
+    assert sentence(quiet).startswith("Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.50x [")
     same = demo(claims=(), variants={"base": "a", "new": "b"}, metrics={"itl_p99_ms": METRICS["itl_p99_ms"]})
-    assert answer(same).startswith("No difference is shown in P99 ITL, concurrency 8: a ")
-    three = answer(demo(claims=(), variants={"base": "a", "new": "b", "most": "c"}, noise=0.001))
+    assert sentence(same).startswith("No difference is shown in P99 ITL, concurrency 8: a ")
+    three = sentence(demo(claims=(), variants={"base": "a", "new": "b", "most": "c"}, noise=0.001))
     assert three.startswith("Best in tokens/s, concurrency 8: c, 1.5")
     assert [part.split(" [")[0][:4] for part in three.partition("(")[2].split("; ")] == ["b 6,", "c 9,"]
     alone = demo(claims=(), variants={"base": "a"})
-    assert answer(alone).startswith("Tokens/s, concurrency 8: a ")
+    assert sentence(alone).startswith("Tokens/s, concurrency 8: a ")
 
 
 def test_measure_takes_ones_own_model_and_workload(compose_config, checkpoint):

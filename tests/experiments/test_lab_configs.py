@@ -164,7 +164,7 @@ def test_a_mistake_on_the_command_line_is_explained(compose_config, override, me
 
 MISTAKES_IN_YAML = [
     ({"clams": []}, r"'experiment.clams'; did you mean 'claims'\?"),
-    ({"baseline": "hf"}, r"baseline='hf' is no variant; variants: transformers, engine"),
+    ({"baseline": "hf"}, r"experiment.baseline: there is no variant 'hf'. Known: transformers, engine"),
     ({"metrics": ["ttft"]}, r"unknown metric 'ttft'; did you mean 'ttft_ms'\? Known: .*itl_ms"),
     ({"points": {"workload.concurency": [1]}}, r"'workload.concurency'; did you mean 'concurrency'\?"),
     ({"points": {"workload.concurrency": []}}, r"must be a list of values, got \[\]"),
@@ -184,7 +184,14 @@ MISTAKES_IN_YAML = [
         r"experiment.claims\[0\].at=.* names no measured point. Measured: concurrency=1, concurrency=8",
     ),
     ({"claims": [{"metric": "ttft_ms", "variant": "engine"}]}, r"needs exactly one of at_least, at_most, ratio"),
-    ({"claims": [{"metric": "itl_ms", "variant": "engine", "at_most": 1}]}, r"'itl_ms', which is not measured"),
+    (
+        {"claims": [{"metric": "itl_ms", "variant": "engine", "at_most": 1}]},
+        r"claims\[0\] is about a metric that is not measured, 'itl_ms'; did you mean 'ttft_ms'\?",
+    ),
+    (
+        {"claims": [{"metric": "ttft_ms", "variant": "engin", "at_most": 1}]},
+        r"claims\[0\] is about an unknown variant, 'engin'; did you mean 'engine'\? Known: transformers, engine",
+    ),
     ({"claims": [{"metric": "ttft_ms", "vriant": "engine", "at_most": 1}]}, r"did you mean 'variant'\?"),
 ]
 

@@ -11,7 +11,7 @@ from experiments.lab.judge.claims import Bound, Claim, Verdict
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.judge.stats import Kept
 from experiments.lab.show import wording
-from experiments.lab.show.answer import answer
+from experiments.lab.show.answer import sentence
 from experiments.lab.show.compare import compare
 from experiments.lab.show.grids import Sheet
 from experiments.lab.store import result as store
@@ -111,7 +111,7 @@ def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdi
 )
 def test_the_best_setting_is_the_first_word_where_it_is_shown(base, new, told):
     result = searched(base, new, metrics={name: METRICS[name] for name in ("slo_rate_rps", "slo_share")})
-    assert answer(result).replace(made_up.VARIANTS["new"], "new").startswith(told)
+    assert sentence(result).replace(made_up.VARIANTS["new"], "new").startswith(told)
 
 
 def test_a_ratio_that_is_claimed_says_why_there_is_none():

@@ -17,7 +17,7 @@ from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure import cells
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report
-from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.answer import flags
 from experiments.lab.show.grids import Sheet
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row, Table
@@ -258,5 +258,5 @@ def test_the_figures_stand_beside_the_speed(tmp_path):
 def test_a_failed_gate_is_told_first():
     given = result(error_gates=(error_gate(),), plots=())
     assert flags(given) == ["numbers are too far from the reference's"]
-    assert "Gate: 1 of 3 comparisons FAILED." in answer(given)
+    assert "     refuted  chunked prefill, 512 tokens a step: relative error" in report.summary(given)
     assert [row[-1] for row in Sheet(given).grids(["ttft_p50_ms"])[0].rows] == ["-", "FAILED: 0.0300"]

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from experiments.lab.explain import require_known
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.points import Point, find_point
@@ -81,11 +82,8 @@ def resolve_all(
     for index, spec in enumerate(specs):
         where = f"experiment.claims[{index}]"
         bound, value, upper = _bound(spec, where)
-        if spec.metric not in metrics:
-            known = ", ".join(metrics)
-            raise ConfigError(f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {known}")
-        if spec.variant not in variants:
-            raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
+        require_known(f"{where} is about a metric that is not measured,", [spec.metric], metrics)
+        require_known(f"{where} is about an unknown variant,", [spec.variant], variants)
         if spec.everywhere and (spec.at or spec.against):
             raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
         to = spec.variant if spec.against else spec.to or baseline

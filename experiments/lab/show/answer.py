@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 from experiments.lab import points
@@ -17,21 +18,6 @@ OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels 
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 WIDE = 2.0  # times its lower end an interval reaches: then the ratio alone would say more than is known
-
-
-def answer(result: Result) -> str:
-    """The sentence, the count of verdicts, and what counts against the numbers."""
-    info, faults = result.info, len(result.faults)
-    failed = sum(not gate.passed for gate in info.every_gate)
-    absent = dict.fromkeys(info.variants[row.variant] for row in result.rows if row.is_absent)
-    parts = [
-        sentence(result),
-        info.claims and f"Claims: {wording.counted(result)}.",
-        failed and f"Gate: {failed} of {len(info.every_gate)} comparisons FAILED.",
-        absent and f"Absent: {', '.join(absent)}.",
-        faults and f"INVALID: {faults:,} of {len(result.rows):,} values.",
-    ]
-    return " ".join(str(part) for part in parts if part)
 
 
 def sentence(result: Result) -> str:
@@ -66,10 +52,9 @@ def at_most(result: Result) -> list[str]:
     if not claimed or info.baseline is not None or not all(effect.at_another_point for effect in claimed):
         return []
     for name in filter(wording.known, info.metrics):
-        measured = ([result.estimate(v, at, name) for v in info.variants] for at in reversed(info.points))
-        medians = next((found for each in measured if (found := [e.median for e in each if e])), [])
-        if medians:
-            best = (max if info.metrics[name].better is Better.higher else min)(medians)
+        every = ({v: e for v in info.variants if (e := result.estimate(v, at, name))} for at in reversed(info.points))
+        if found := next(filter(None, every), None):
+            best = found[_ranked(found, name, info)[0]].median
             told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
     return told
 
@@ -153,6 +138,11 @@ def _who(effect: effects.Effect, info: RunInfo) -> str:
     return "" if len(info.variants) == 1 or (effect.beside in OFF and own in ON) else own
 
 
+def _ranked(found: Mapping[str, Estimate], metric: str, info: RunInfo) -> list[str]:
+    """The variants, the one with the best median first."""
+    return sorted(found, key=lambda v: found[v].median, reverse=info.metrics[metric].better is Better.higher)
+
+
 def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
     """Where claims name several variants at a point, all of them told apart from the baseline, or none beside anything:
     what each has of the first one's metric, the best first, and then of another metric.
@@ -166,8 +156,7 @@ def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
         if len(own) > 1 and alike and metric not in wording.RATIOS:  # of which 1 is the best
             found = {effect.cell[0]: effect.own for effect in own if effect.own}
             found |= {effect.reference[0]: effect.base for effect in own if effect.reference and effect.base}
-            higher = info.metrics[metric].better is Better.higher
-            ranked = sorted(found, key=lambda v: found[v].median, reverse=higher)
+            ranked = _ranked(found, metric, info)
             each = "; ".join(f"{info.variants[v]} {wording.middle(found[v], metric, info)}" for v in ranked)
             told.append(_capital(f"{wording.titled(wording.short(metric, info), at)}: {each}."))
         elif not told:
@@ -187,8 +176,7 @@ def _without_claims(result: Result) -> str:
         if len(found) == 1:
             ((only, own),) = found.items()
             return f"{_capital(what)}: {info.variants[only]} {wording.interval(own)}."
-        higher = info.metrics[name].better is Better.higher
-        first, second, *_ = sorted(found, key=lambda v: found[v].median, reverse=higher)
+        first, second, *_ = _ranked(found, name, info)
         best, other = info.variants[first], info.variants[second]
         each = "; ".join(f"{info.variants[v]} {wording.interval(found[v])}" for v in found if v in (first, second))
         ratio = result.ratio((first, at), (second, at), name)

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from experiments.lab.show import sweeps, wording
-from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.answer import flags, sentence
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
@@ -90,8 +90,13 @@ def figure_paths(reports: Path, result: store.Result) -> list[Path]:
 
 def summary(result: store.Result) -> str:
     """The answer, the verdicts and the tables they rest on, for the terminal."""
-    info = result.info
-    lines = [*(_wrapped(flag, "  ! ") for flag in flags(result)), _wrapped(answer(result), "  "), ""]
+    info, faults = result.info, len(result.faults)
+    said = [sentence(result)]
+    if absent := dict.fromkeys(info.variants[row.variant] for row in result.rows if row.is_absent):
+        said.append(f"Absent: {', '.join(absent)}.")
+    if faults:
+        said.append(f"INVALID: {faults:,} of {len(result.rows):,} values.")
+    lines = [*(_wrapped(flag, "  ! ") for flag in flags(result)), _wrapped(" ".join(said), "  "), ""]
     named = list(dict.fromkeys(claim.metric for claim in info.claims)) or list(info.metrics)[:1]
     grids = Sheet(result).grids(named)
     shown = grids if sum(len(grid.rows) for grid in grids) <= SCREEN_ROWS else Sheet(result).grids(named[:1])
