@@ -11,7 +11,6 @@ from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import require_known
-from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.schema import SHORT
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat
@@ -134,43 +133,39 @@ def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
 
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     """What a run would measure. Raises as `settled`."""
-    from experiments.lab import points
-    from experiments.lab.ablation_spec import ABLATION, require_files
+    from experiments.lab.ablation_spec import AblationSpec, require_files
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
 
     run = settled(experiment, overrides, root)
     require_files(run.config)
-    chosen = schema.experiment_class(run.config).from_config(run.config).spec  # refuses what a run refuses
-    config, spec = run.config, schema.plain(run.config.experiment)
-    of_one_system = ("baseline", "variants", "metrics", "claims")
-    spec |= {name: getattr(chosen, name) for name in of_one_system if name in spec}
-    axes, measure, model = run.axes, config.measure, config.engine.model
-    grid = points.grid(spec.get("points") or {})
-    variants = {name: own for name, own in (spec.get("variants") or {}).items() if not name.endswith(PREDICTED)}
-    scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(config))
-    kinds = {name: Kind((c or {}).get("kind", "engine")) for name, c in variants.items() if not isinstance(c, str)}
-    within = schema.build(PeerSettings, config.peers, "peers").processes_of
+    chosen = schema.experiment_class(run.config).from_config(run.config)  # refuses what a run refuses
+    axes, measure, model, spec, points = run.axes, chosen.settings, chosen.engine.model, chosen.spec, chosen.claimable
+    scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(run.config))
+    variants = [name for name in chosen.variants if name != chosen.aa and not name.endswith(PREDICTED)]
+    ablation = spec if isinstance(spec, AblationSpec) else None  # others have settings of their own
     lines = [
-        f"{spec['title']}",
-        f"  {spec['question']}",
+        spec.title,
+        f"  {spec.question}",
         "",
         f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(scales) or 'no others'}",
         f"model     {model.path}, {model.dtype.name} on {model.device.name}",
-        *([f"variants  {', '.join(variants)} (baseline {spec.get('baseline')})"] if "variants" in spec else []),
-        f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""),
-        f"metrics   {', '.join(spec.get('metrics') or [])}",
+        f"variants  {', '.join(variants)}" + (f" (baseline {chosen.baseline})" if chosen.baseline else ""),
+        *([f"points    {len(points)}: {'; '.join(point.name for point in points)}".rstrip(": ")] if points else []),
+        f"metrics   {', '.join(chosen.metrics)}",
         f"repeats   {measure.repeats} in each of {measure.processes} processes",
     ]
+    kinds = {name: Kind((ablation.variants[name] or {}).get("kind", "engine")) for name in variants} if ablation else {}
     for name, kind in kinds.items():
         if not kind.can.ours:
-            count = min(measure.processes if (own := within(kind)) is None else own, measure.processes)
+            own = chosen.peers.processes_of(kind)
+            count = measure.processes if own is None else min(own, measure.processes)
             lines.append(f"peer      {name}, in {count} of {measure.processes} processes")
-    lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
+    lines += [f"claims    {len(spec.claims)}", f"code      {', '.join(spec.code)}"]
     lines += [f"note      {note}" for note in run.notes]
-    lines.append(f"memory    {_memory(config.engine, len(variants) if spec.get('keep_engines') else 1)}")
-    passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
+    lines.append(f"memory    {_memory(chosen.engine, len(variants) if ablation and ablation.keep_engines else 1)}")
+    passes = max(1, len(variants)) * len(points) * measure.repeats * measure.processes
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
         if model.device is not Device.auto and (path.parent.name == "cpu") != (model.device is Device.cpu):
             continue  # what it took elsewhere says nothing
@@ -179,7 +174,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         arms = max(1, len(info.variants) - (info.aa is not None))
         before = arms * len(info.points) * then["repeats"] * then.get("processes", 1)  # older ones: of one
         when = f"on {info.provenance.started[:10]}"
-        if spec["_target_"] != ABLATION:  # others have points of their own
+        if not ablation:
             lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
             continue
         about = f"{took * passes / before:.0f} minutes on {info.hardware}"

@@ -253,6 +253,12 @@ def test_show_says_how_long_a_run_takes(run_py, capsys, arguments, time):
     assert re.search(f"^time      {time}", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_show_names_what_an_experiment_that_is_no_ablation_measures(run_py, capsys):
+    assert run_py("show", "calibrate") == 0
+    shown = capsys.readouterr().out
+    assert "\nvariants  engine\npoints    2: rows alone; with prompts\nmetrics   steps, median_error, " in shown
+
+
 def test_a_model_may_be_given_by_its_folder():
     assert catalog.shorthand(["model=tiny", "model=/models/x", "a=b/c"], CONF) == [
         "model=tiny",
