@@ -119,7 +119,6 @@ class AblationSpec(ExperimentSpec):
 
 
 def _named_kind(changes: dict[str, Any] | None) -> str:
-    """Of a variant."""
     return str((changes or {}).get("kind", Kind.engine.value))
 
 

@@ -54,8 +54,7 @@ def defaults(conf: Path) -> dict[str, str]:
     return {group: option for group, option in chosen.items() if option is not None and group != "optional at"}
 
 
-def names(conf: Path) -> list[str]:
-    """Of the experiments."""
+def experiment_names(conf: Path) -> list[str]:
     return sorted(path.stem for path in (conf / "experiment").glob("[!_]*.yaml"))
 
 
@@ -66,12 +65,10 @@ def chosen(arguments: Sequence[str]) -> str:
 
 
 def experiments(conf: Path) -> dict[str, Any]:
-    """Experiment -> its file."""
-    return {name: read(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
+    return {name: read(conf / "experiment" / f"{name}.yaml") for name in experiment_names(conf)}
 
 
 def experiment_list(conf: Path) -> str:
-    """Name, scales and question of each."""
     rows = []
     for name, node in experiments(conf).items():
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
@@ -124,7 +121,7 @@ def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
     from experiments.lab import typed
 
     conf = root / "conf"
-    require_known("unknown experiment", [experiment], names(conf))
+    require_known("unknown experiment", [experiment], experiment_names(conf))
     schema.register(conf, experiment)
     given = shorthand([f"experiment={experiment}", *overrides], conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
@@ -203,7 +200,7 @@ def require_setting(word: str, conf: Path) -> None:
     """Raises ConfigError where the first word is no setting and no flag: it was to be a command, or an experiment."""
     if not word or "=" in word or word.startswith(("-", "~")):
         return
-    known = {name: name for name in COMMANDS} | {name: f"experiment={name}" for name in names(conf)}
+    known = {name: name for name in COMMANDS} | {name: f"experiment={name}" for name in experiment_names(conf)}
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {known[close[0]]!r}?" if close else f"commands are {', '.join(COMMANDS)}."
     raise ConfigError(f"{word!r} is no command, and no setting, which is typed as key=value; {hint}")

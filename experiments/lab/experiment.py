@@ -139,7 +139,6 @@ class Experiment:
 
     @property
     def claimable(self) -> Sequence[Point]:
-        """The points that claims may be about."""
         return self.points
 
     def with_baseline_again(self, labels: Mapping[str, str]) -> dict[str, str]:

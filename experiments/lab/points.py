@@ -85,7 +85,6 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def fitting(points: Sequence[Point], at: Mapping[str, Any]) -> list[Point]:
-    """Those that have all values of `at`."""
     wanted = at.items()
     return [p for p in points if all(item in (*p.values.items(), *p.labels.items()) for item in wanted)]
 

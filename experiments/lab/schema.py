@@ -210,7 +210,6 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 
 
 def experiment_class(config: DictConfig) -> Any:
-    """The class that `experiment._target_` names."""
     target = config.experiment.get("_target_")
     try:
         return get_class(target)

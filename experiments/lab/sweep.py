@@ -84,7 +84,6 @@ def job() -> Iterator[None]:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Of all jobs that have begun, in order."""
     found = []
     for path in folder.glob("[0-9]*"):
         try:

@@ -43,7 +43,6 @@ def _at(place: int, counts: Callable[[StepRecord], Sequence[int]]) -> Count:
 
 
 def _ratio(above: Count, below: Count) -> Value:
-    """Where there were drafts at all."""
     return lambda served: above(served.records) / count if (count := below(served.records)) else NO_DRAFTS
 
 
@@ -75,7 +74,6 @@ def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost:
 
 
 def _decoding(served: Served) -> list[StepRecord]:
-    """Steps in which nothing but decoding was done."""
     return [record for record in served.records if record.decode_rows and not record.prefill_tokens]
 
 

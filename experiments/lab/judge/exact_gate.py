@@ -98,7 +98,6 @@ class ExactGate:
         return first.joined(again)
 
     def _gates(self, variant: str, config: EngineConfig, asked: Mapping[str, Asked], weights: str) -> list[Gate]:
-        """One for each point."""
         config, found = self._comparable(config), []
         with closing(LLMEngine(config)) as engine:
             for prime, questions in asked.values():

@@ -53,8 +53,6 @@ Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the promp
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a reference gives."""
-
     rows: Sequence[Probed]  # behind each prompt what the reference generated
     logits: Tensor  # [n, vocab_size] float32, of the rows one after the other
     rounding: float  # the largest relative error of a row without the rounding of activations; 0 where nothing is
@@ -99,7 +97,6 @@ def shrunk(config: EngineConfig) -> EngineConfig:
 
 
 def bare(cache: CacheConfig, num_blocks: int) -> CacheConfig:
-    """With so many blocks, and nothing of them anywhere else."""
     on_host_or_disk = ("num_host_blocks", "host_memory_gib", "host_prefix_gib", "disk_prefix_path", "disk_prefix_gib")
     nothing: dict[str, Any] = dict.fromkeys(("memory_gib", *on_host_or_disk))
     return replace(cache, num_blocks=num_blocks, **nothing)
@@ -114,7 +111,6 @@ def reference(config: EngineConfig) -> EngineConfig:
 
 
 def expect(config: EngineConfig) -> Expected:
-    """Of a reference."""
     with closing(LLMEngine(config)) as exact:
         rng = np.random.default_rng(config.model.seed)
         lengths = [length for length in PROMPTS if length + STEPS < exact.max_model_len]
@@ -140,7 +136,6 @@ def leave_activations(engine: LLMEngine) -> bool:
 
 
 def measure(config: EngineConfig, expected: Expected, allowed: float) -> ErrorGate:
-    """Of no variant yet."""
     rows = expected.rows
     with closing(LLMEngine(config)) as engine:
         alone = torch.cat([probe_logits(engine, *row) for row in rows])
@@ -164,7 +159,6 @@ def published(path: str) -> dict[str, Any]:
 
 
 def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:
-    """`probe_batch` of one row."""
     return probe_batch(engine, [(token_ids, split)])[0]
 
 

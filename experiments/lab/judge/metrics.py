@@ -66,8 +66,6 @@ class SLO(Checked, section="experiment.slo"):
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass is measured against."""
-
     slo: SLO = field(default_factory=SLO)
     floors: Callable[[Sequence[StepRecord]], Sequence[Floor]] | None = None  # of steps, by this machine's ceilings
     no_floors: str = "no ceilings are known for this machine"  # why there are none

@@ -65,7 +65,6 @@ def metrics(result: Result) -> list[str]:
 
 
 def grids(result: Result) -> list[Grid]:
-    """A table for each of `metrics`."""
     found, header = [], ("pair", "alone", "product", "together [95 %]", "together / product", "so the pair brings")
     for metric in metrics(result):
         rows = []

@@ -62,7 +62,6 @@ def remarks(rows: Sequence[Row], predictions: Mapping[str, str], labels: Mapping
 
 
 def misses(rows: Sequence[Row], predictions: Mapping[str, str]) -> Iterator[Miss]:
-    """Of medians over what counts."""
     for (variant, point, metric), predicted, measured in _pairs(rows, predictions):
         if measured and predicted:
             left, right = stats.median(predicted), stats.median(measured)

@@ -33,8 +33,6 @@ OF_NOTHING = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a pass when it is judged."""
-
     served: Served
     vocab_size: int  # ids from 0 to it are tokens
     drift: Drift = field(default_factory=Drift)  # of the clocks, during the pass

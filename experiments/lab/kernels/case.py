@@ -84,7 +84,6 @@ class Case(ABC):
         """Raises VariantAbsent."""
 
     def on_sets(self, compute: Callable[..., Any], graph_safe: bool = True) -> Implementation:
-        """Of a function of one set of inputs."""
         return Implementation(lambda copy: compute(*self.sets[copy]), graph_safe)
 
     @abstractmethod
@@ -92,7 +91,6 @@ class Case(ABC):
         """Rows of what was computed from the first set of inputs, and what they should be."""
 
     def error(self, output: Any) -> float:
-        """The largest relative error of a row that is checked."""
         return worst(row_error(found, expected) for found, expected in self.checked(output))
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -186,7 +184,6 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
 
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:
-    """So many calls, by the clock or on a GPU between two events."""
     if not on_gpu:
         started = time.perf_counter()
         for _ in range(calls):

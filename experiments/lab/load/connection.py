@@ -15,8 +15,6 @@ Read = tuple[float, bytes]  # when a piece of the body was read, and the piece
 
 @dataclass
 class Exchange:
-    """One request and what came back of it."""
-
     sent: float | None = None  # when it was written
     status: int = 0
     reads: list[Read] = field(default_factory=list)  # of the body

@@ -36,8 +36,6 @@ ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 @dataclass
 class OverHTTP(Subject):
-    """A server, with clients of its own."""
-
     name: str
     target: Target
     about: Mapping[str, Any]

@@ -67,7 +67,6 @@ class EngineProcesses:
         (self.asked,) = (engine for known, engine in self._there if known == config)
 
     def start(self, configs: Sequence[EngineConfig]) -> None:
-        """All at once."""
         begun = []
         for config in configs:
             folder = self._open.enter_context(tempfile.TemporaryDirectory())

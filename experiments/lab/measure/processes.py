@@ -184,7 +184,6 @@ def _child(connection: Connection, config: DictConfig) -> None:
 
 
 def _answer(connection: Connection, config: DictConfig) -> None:
-    """Measures, and sends the findings or what stopped it."""
     try:
         found = _here(config, _Relay(connection))
         if not isinstance(found.error, ConfigError | None):  # which says what is wrong by itself

@@ -47,8 +47,6 @@ FREE_PUSHES = "how quick the link between engines is nobody has measured, and KV
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a simulated engine is made of."""
-
     config: EngineConfig
     found: Found  # what steps take
     limits: Limits
@@ -264,7 +262,6 @@ class SimulatedSubject(Subject):
 
 
 def drive(cluster: Cluster, items: Sequence[Item], concurrency: int) -> Served:
-    """Items through a cluster, on its time line."""
     outcomes, index_of = Outcomes(items, cluster.clock), dict[Request, int]()
 
     def send(index: int) -> None:

@@ -58,8 +58,6 @@ class Rank:
 
 
 class OverRanks(Probe):
-    """A probe whose ranks measure together."""
-
     reads = ("engine.model.device", "hardware", "measure.aa", "measure.repeats")
     spec: RanksSpec
     rank: type[Rank]  # made of its number, a store through which ranks find each other, a model and the spec
@@ -103,5 +101,4 @@ def largest(error: float, context: ParallelContext) -> float:
 
 @torch.inference_mode()
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Rank:
-    """For a process of its own."""
     return settings["make"](join_store(settings["port"]), config.model)

@@ -140,7 +140,6 @@ class Served:
 
     @property
     def counted(self) -> tuple[RequestTrace, ...]:
-        """The requests whose latencies count."""
         if self.window is None:
             return self.requests
         first, last = self.window
@@ -258,8 +257,6 @@ class GapRow:
 
 @dataclass(frozen=True)
 class ExpertRow:
-    """A layer's experts in a pass, and the tokens that went to each."""
-
     variant: str
     point: str
     layer: int  # of those with experts, from the first on

@@ -89,7 +89,6 @@ class HFContinuous(Subject):
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> HFContinuous:
-    """For a process of its own."""
     set_threads(config, settings)
     return HFContinuous(config)
 

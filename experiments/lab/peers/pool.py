@@ -44,7 +44,6 @@ class Peers:
         self._bench: PeerProcess | None = None  # of `vllm bench serve`
 
     def close(self) -> None:
-        """Kills them all."""
         for process in (*self._begun.values(), self._bench):
             if isinstance(process, PeerProcess):
                 process.close()

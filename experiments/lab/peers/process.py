@@ -111,7 +111,6 @@ class PeerProcess(Subject):
         return not self._closed
 
     def close(self) -> None:
-        """Kills it, with all that it has started."""
         if self._closed:
             return
         self._closed = True
@@ -125,7 +124,6 @@ class PeerProcess(Subject):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, method: str, **arguments: Any) -> None:
-        """Asks, and `receive` has the answer."""
         try:
             with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
                 self._pipe.send((method, arguments))

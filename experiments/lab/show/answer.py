@@ -115,7 +115,6 @@ def flags(result: Result) -> list[str]:
 
 
 def badges(result: Result) -> list[str]:
-    """The same in as few words as a table has room for."""
     return [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
 
 

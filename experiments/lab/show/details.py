@@ -31,7 +31,6 @@ interval. A claim is *supported* or *refuted* only where the whole interval lies
 
 
 def details(result: Result) -> list[str]:
-    """A fold each, as markdown."""
     info = result.info
     tables = [*pairs.grids(result), *gains_predicted(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid.markdown() for point in info.points for grid in stacks.tables(point, result)]
@@ -40,7 +39,7 @@ def details(result: Result) -> list[str]:
     folds = {
         "Remarks": result.remarks,
         "Notes": "\n".join(f"- {note}" for note in info.notes),
-        "Figures": "\n\n".join([*(picture.line for picture in gallery.of(result).others), *_steps(result)]),
+        "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result).others), *_steps(result)]),
         "Tables": "\n\n".join(grid.markdown() for grid in tables),
         "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
         f"INVALID: {len(result.faults):,} values were kept but not counted": _invalid(result),

@@ -45,7 +45,6 @@ class Effect:
 
     @property
     def at_another_point(self) -> bool:
-        """Whether the variant is compared with itself."""
         return self.reference is not None and self.reference[0] == self.cell[0]
 
     @property
@@ -146,7 +145,6 @@ def _without_chance(found: Estimate | None) -> Estimate | None:
 
 
 def peers(info: RunInfo) -> list[str]:
-    """The variants that somebody else wrote."""
     kinds = variant_kinds(info)
     return [name for name in info.variants if kinds.get(name) in PEERS]
 
@@ -189,7 +187,6 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
 
 
 def _verdict(judged: Sequence[Judgement]) -> Verdict:
-    """On all of them together, but for aims."""
     found = {j.verdict for j in judged if not j.claim.source.startswith(AIM)}
     if Verdict.refuted in found:
         return Verdict.refuted

@@ -34,7 +34,6 @@ class Grid:
 
     @property
     def width(self) -> int:
-        """Of a line of its markdown."""
         return len(self.markdown().rpartition("\n")[2])
 
     def _lines(self, between: str) -> list[str]:
@@ -182,13 +181,11 @@ class Sheet:
         return wording.NOTHING if found is None else wording.interval(found, "x")
 
     def error(self, variant: str, point: str, _: str = "") -> str:
-        """Against the reference in fp32."""
         gates = (gate for gate in self.info.error_gates if gate.covers(variant, point))
         told = (f"{'' if gate.passed else 'FAILED: '}{wording.number(gate.error)}" for gate in gates)
         return next(told, wording.NOTHING)
 
     def same_tokens(self, variant: str, point: str, _: str = "") -> str:
-        """The gate's figure in a few letters."""
         gate = self._gates.get((variant, point)) or self._gates.get((variant, ""))
         if variant == self.info.baseline and (gate is None or gate.against):
             return "baseline" if gate is None or gate.passed else "FAILED"

@@ -172,7 +172,6 @@ def cell(text: str) -> str:
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """As markdown."""
     every = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in every)
 
@@ -195,8 +194,6 @@ def commit(origin: Provenance) -> str:
 
 
 class Line(NamedTuple):
-    """What a gate or a claim found."""
-
     claim: str
     verdict: str
     measured: str

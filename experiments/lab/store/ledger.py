@@ -20,8 +20,6 @@ Key = tuple[str, str]  # variant, point
 
 @dataclass(frozen=True)
 class Round:
-    """All variants at one point, once."""
-
     rows: list[Row] = field(default_factory=list)
     gates: dict[Key, Gate] = field(default_factory=dict)  # of tokens, against the baseline's
     tokens: dict[Key, Tokens] = field(default_factory=dict)
@@ -76,7 +74,6 @@ class Ledger:
 
     @property
     def notes(self) -> list[str]:
-        """Of each pass, and of all of them together."""
         notes = [note for found in self.rounds for note in found.notes]
         if many := [drift for drift in self._host_drifts if drift > MAX_DRIFT]:
             drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
@@ -93,7 +90,6 @@ class Ledger:
         return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
 
     def gates(self, keys: Sequence[Key]) -> list[Gate]:
-        """Of those whose tokens have been compared."""
         found = [[r.gates[key] for r in self.rounds if key in r.gates] for key in keys]
         return [functools.reduce(Gate.joined, own) for own in found if own]
 

@@ -68,8 +68,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a result comes from."""
-
     command: str
     started: str  # ISO 8601, UTC
     seconds: float
@@ -121,7 +119,6 @@ class RunInfo:
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """Variant and point, point by point."""
         return [(variant, point) for point in self.points for variant in self.variants]
 
     @property
@@ -137,7 +134,6 @@ class RunInfo:
         return (*self.gates, *self.error_gates)
 
     def fails(self, variant: str, point: str) -> bool:
-        """Whether a gate speaks against the variant's figures at the point."""
         return any(gate.covers(variant, point) and not gate.passed for gate in self.every_gate)
 
 
@@ -173,11 +169,9 @@ class Result:
         return stats.absolute(values, about is not None and about.share) if values else None
 
     def ratio(self, cell: tuple[str, str], reference: tuple[str, str], metric: str) -> stats.Estimate | None:
-        """Of two (variant, point), as stats.ratio."""
         return stats.ratio(self.values(*cell, metric), self.values(*reference, metric))
 
     def power(self, cell: tuple[str, str], reference: tuple[str, str], metric: str, true: float) -> stats.Power | None:
-        """Of that ratio, as stats.power."""
         return stats.power(self.values(*cell, metric), self.values(*reference, metric), true)
 
     @property
@@ -188,7 +182,6 @@ class Result:
 
     @cached_property
     def judgements(self) -> tuple[Judgement, ...]:
-        """Of the claims, in their order."""
         info = self.info
         return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
 

@@ -32,8 +32,6 @@ BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a gro
 
 @dataclass(frozen=True)
 class Groups:
-    """What stands below each other."""
-
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
     series: list[str]
@@ -55,7 +53,6 @@ class Groups:
 
     @property
     def medians(self) -> list[list[float]]:
-        """Of each group, of what was measured in it."""
         return [[self.estimate(repeats).median for repeats in group if repeats] for group in self.found]
 
     @property

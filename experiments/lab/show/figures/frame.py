@@ -67,7 +67,6 @@ def new(width: float, height: float) -> Figure:
 
 
 def one(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """A figure of one panel."""
     figure = new(width, height)
     return figure, figure.subplots()
 
@@ -222,7 +221,6 @@ def linear(axis: Axis, ticks: int) -> None:
 
 
 def name_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Rows from the top down, with their names on the left."""
     ax.set_yticks(range(len(names)), names)
     ax.set(ylim=(len(names) - 0.4, -0.6))
     grid_of_rows(ax)
@@ -234,7 +232,6 @@ def grid_of_rows(ax: Axes) -> None:
 
 
 def once(ax: Axes, label: str) -> str | None:
-    """A label, unless the legend has it already."""
     return None if label in ax.get_legend_handles_labels()[1] else label
 
 

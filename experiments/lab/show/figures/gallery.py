@@ -32,8 +32,7 @@ class Picture:
         return f"{page_name(self.info)}-{self.info.hardware}{run}-{self.name}.png"
 
     @property
-    def line(self) -> str:
-        """Of markdown, which shows it."""
+    def markdown(self) -> str:
         return f"![{self.title}]({FIGURES}/{self.file})"
 
     def draw(self) -> Figure:

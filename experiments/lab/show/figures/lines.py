@@ -56,7 +56,6 @@ def of_metric(metric: Metric | None) -> Estimator:
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
-    """What a point says to the pointer."""
     return f"{', '.join(filter(None, (name, where)))}: {wording.interval(of(repeats))}, {len(repeats)} repeats"
 
 

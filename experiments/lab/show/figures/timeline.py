@@ -63,7 +63,6 @@ def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
 
 
 def describe(result: Result) -> str:
-    """What the figures show, for the report's text."""
     text = (
         "What each engine variant did in its first repeat, on one time axis: tokens computed in each step, how long "
         "the step took, each request (a line from its arrival: grey while it waits, orange while its prompt is "
@@ -82,7 +81,6 @@ def describe(result: Result) -> str:
 
 
 def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
-    """One column a variant, on the same scales."""
     own = {v: result.steps_of(v, point) for v in variants}
     every = [step for steps in own.values() for step in steps]
     end = max(s.start_s + s.duration_s for s in every)
