@@ -114,9 +114,6 @@ class Lending:
     def _open(self, kind: Kind, config: EngineConfig) -> Lent:
         if kind.can.virtual:
             return Lent(SimulatedSubject(self.simulator.setup(config)))
-        if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
-            gc.collect()
-            torch.cuda.empty_cache()
         if (peer := self.peers.open(kind, config)) is not None:
             return Lent(peer, stays=True)
         return Lent(open_subject(kind, config, self.tell))

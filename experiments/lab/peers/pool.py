@@ -81,6 +81,9 @@ class Peers:
         Raises PeerAbsent, ConfigError and PeerError, as PeerProcess does.
         """
         device = hardware.resolve(config.model.device)
+        if device == CUDA:  # what an engine has left lies in this process's allocator, and the next one needs it
+            gc.collect()
+            torch.cuda.empty_cache()
         if kind.can.client_of is not None:
             server = self.open(kind.can.client_of, config)
             assert isinstance(server, over_http.OverHTTP)
@@ -122,11 +125,7 @@ class Peers:
 
     def _make_room(self, config: EngineConfig, device: str) -> None:
         """Stops peers until the GPU has as much memory as `config` will take, first those started first."""
-        if device != CUDA:
-            return
-        gc.collect()
-        torch.cuda.empty_cache()  # what an engine has left lies in this process's allocator
-        while self._processes and not self._keep and _free(CUDA) < gpu_memory(config):
+        while device == CUDA and self._processes and not self._keep and _free(CUDA) < gpu_memory(config):
             name = self._stop(next(iter(self._processes)))
             print(
                 f"{name} is stopped to make room on the GPU, and starts again at its next turn; with less "

@@ -138,7 +138,6 @@ def _who(effect: effects.Effect, info: RunInfo) -> str:
 
 
 def _ranked(found: Mapping[str, Estimate], metric: str, info: RunInfo) -> list[str]:
-    """The variants, the one with the best median first."""
     return sorted(found, key=lambda v: found[v].median, reverse=info.metrics[metric].better is Better.higher)
 
 
