@@ -10,6 +10,7 @@ from experiments.lab.judge import formulas
 from experiments.lab.judge.formulas import SERVING, Context, Missing
 from experiments.lab.judge.metrics import SLO, RequestTrace, Served
 from experiments.lab.judge.roofline import Floor
+from experiments.lab.measure.traces import joined
 from experiments.lab.workloads import Arrivals, Fixed, Mixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
@@ -45,6 +46,14 @@ def test_latencies_of_one_request():
     assert request.e2e == pytest.approx(1.0)
     assert request.tpot == pytest.approx(0.25)
     assert request.gaps == pytest.approx([0.2, 0.3])
+
+
+def test_parts_of_a_pass_are_one_in_the_order_of_the_workload():
+    first, second, third = (trace(arrival, [3.0]) for arrival in (2.0, 0.5, 1.0))
+    parts = Served((first, third), 1.0, 3.0, in_flight_s=2.0), Served((second,), 0.5, 4.0, in_flight_s=1.5)
+    assert joined(parts, [[0, 2], [1]]) == Served((first, second, third), 0.5, 4.0, in_flight_s=3.5)
+    untold = replace(parts[1], in_flight_s=None)
+    assert joined([parts[0], untold], [[0, 2], [1]]).in_flight_s is None, "of one part nobody knows it"
 
 
 def test_a_chunk_of_tokens_counts_as_so_many_equal_gaps():
