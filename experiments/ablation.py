@@ -250,7 +250,7 @@ class Ablation(Experiment):
         return {cell.variant: cell.engine for cell in at if cell.kind is Kind.served}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
-        """Engines alike, such as one behind HTTP and the same one here, are asked once."""
+        """Engines alike, such as one behind HTTP and the same one here, are asked once; each server is."""
         exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
         for variant, engine in self._gated.items():
             engines = {point.name: _one_engine(self._cell(variant, point).engine) for point in self._gate_at}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,7 @@ METRICS = {
     "mfu": Metric("compute utilization", "", Better.higher, share=True),
 }
 OF_CEILINGS = ("mbu", "mfu")
+MOST_OF_A_CEILING = 1.1  # ceilings are measured, too
 REFERENCE = "a reference in fp32 from the same inputs"
 PROCEDURE = (
     "all of them get the same inputs at a shape; a measurement is the median of 15 bursts of calls that use up sets of "
@@ -174,7 +175,7 @@ class KernelSweep(Experiment):
                     work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
                     values = _values(time_us, work, self.spec.dtype, limits)
                     asked = {name: values.get(name) for name in self.metrics}
-                    at.rows[variant] += self.rows(variant, point, repeat, asked)
+                    at.rows[variant] += self.rows(variant, point, repeat, asked, _problem(values))
             self._watch.look()
         for variant, why in at.failed.items():
             at.rows[variant] = self.rows(variant, point, 0, dict.fromkeys(self.metrics, 0.0), f"{ABSENT}{why}")
@@ -249,6 +250,12 @@ def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:
                 raise ConfigError(f"experiment.sweeps has the point {name!r} twice")
             found[name] = (Point(name, values, shape.labels), sweep)
     return list(found.values())
+
+
+def _problem(values: Mapping[str, float]) -> str:
+    """Why a measurement does not count: its inputs do not fit into a cache, so that nothing is faster than ceilings."""
+    share = max(values.get(name, 0.0) for name in OF_CEILINGS)
+    return f"faster than the hardware allows: {share:.3g} of a ceiling" if share > MOST_OF_A_CEILING else ""
 
 
 def _values(time_us: float, work: Work, dtype: DType, limits: Ceilings | None) -> dict[str, float]:

@@ -138,10 +138,12 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     run = settled(experiment, overrides, root)
     require_files(run.config)
     chosen = schema.experiment_class(run.config).from_config(run.config)  # refuses what a run refuses
-    axes, measure, model, spec, points = run.axes, chosen.settings, chosen.engine.model, chosen.spec, chosen.claimable
+    axes, measure, model, spec = run.axes, chosen.settings, chosen.engine.model, chosen.spec
     scales = dict.fromkeys(f"scale={scale} via={via}" for scale, via, _ in nodes(run.config))
     variants = [name for name in chosen.variants if name != chosen.aa and not name.endswith(PREDICTED)]
     ablation = spec if isinstance(spec, AblationSpec) else None  # others have settings of their own
+    found = ablation.search.result if ablation else ()  # of passes that nobody knows yet
+    points = [point for point in chosen.claimable if point not in found]
     lines = [
         spec.title,
         f"  {spec.question}",

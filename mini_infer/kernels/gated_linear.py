@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mini_infer.kernels.paged_prefill import shared_memory
 from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.silu_mul import silu_mul_reference
 
@@ -104,7 +105,7 @@ def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tens
         tile: instead of the one for these sizes, for tests and measurements.
 
     Raises:
-        ValueError: other shapes or dtypes, or rows that do not begin at multiples of 16 bytes.
+        ValueError: other shapes or dtypes.
     """
     (rows, k), outs = x.shape, weight.shape[0] // 2
     fits = weight.shape == (2 * outs, k) and x.dtype == weight.dtype and x.dtype.itemsize == 2
@@ -130,17 +131,21 @@ def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tens
     return out
 
 
-def worth_it(rows: int, outs: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether `gated_linear` of x [rows, k] beats cuBLAS and `silu_mul` on an H200. Microseconds that a layer takes
-    less than its 152 to 177 (Qwen2.5-7B), 54 to 65 (1.5B) and 44 to 54 (Qwen3-0.6B) with them:
+def worth_it(rows: int, outs: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `gated_linear` of x [rows, k] beats cuBLAS and `silu_mul` on an H200; it is for GPUs with as much shared
+    memory. Microseconds that a layer takes less than its 152 to 177 (Qwen2.5-7B), 54 to 65 (1.5B) and 44 to 54
+    (Qwen3-0.6B) with them, in chains of 28 layers:
 
         rows            32    64   128
         Qwen2.5-7B     7.0   8.5   5.0
         Qwen2.5-1.5B   3.8   4.9   3.0
-        Qwen3-0.6B     1.9   2.9
+        Qwen3-0.6B     1.9   2.9     -
     """
-    sizes = MIN_ROWS <= rows <= MAX_ROWS and k % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
-    return sizes and _filled(outs, sum(_part(outs))) >= _LEAST_FILLED
+    if not MIN_ROWS <= rows <= MAX_ROWS or k % 8 or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    width, shared = sum(_part(outs)), shared_memory(device)
+    measured = rows <= 64 or width >= 128
+    return measured and _filled(outs, width) >= _LEAST_FILLED and (shared is None or shared >= _SHARED)
 
 
 def tile_for(rows: int, outs: int) -> Tile:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mini_infer.kernels.gemv_kernels import Ends, _dot_kernel, _fma_kernel
 from mini_infer.kernels.interface import Places
+from mini_infer.kernels.paged_prefill import shared_memory
 from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.rope_and_store import rope_and_store_reference
 from mini_infer.kernels.silu_mul import silu_mul_reference
@@ -161,10 +162,13 @@ def _launch(
     rotary_stride = 0 if places is None else places.cos.stride(0)
     if norm is None and _uses_dot(rows, n, k, x.dtype):
         block_n, block_k, stages = _dot_tile(rows, n, k)
+        block_t = 8 if rows <= 8 else 16
+        if (shared := shared_memory(x.device)) is not None:
+            stages = max(1, min(stages, shared // ((block_n + block_t) * block_k * x.element_size())))
         ends = Ends.of(block_n, silu_mul, residual, out, places)
         _dot_kernel[(triton.cdiv(n, ends.block_n),)](
             x, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, rows, ENDS=ends,
-            BLOCK_K=block_k, BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0,
+            BLOCK_K=block_k, BLOCK_T=block_t, STAGES=stages, EVEN_K=k % block_k == 0,
             num_warps=ends.block_n // _MMA_ROWS, **launch_options(x.device),
         )  # fmt: skip
         return

@@ -220,6 +220,10 @@ class Kernels(Protocol):
     def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
         """Why there is no `quantized_linear` for weights [N, in_size] of these formats, or None if there is."""
 
+    def outlier_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product with a quantized weight's columns that are kept as they are, x [T, C] and weight [N, C] -> [T, N],
+        summed as `quantized_linear` sums the others."""
+
     def quantized_gemv(
         self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
     ) -> Callable[..., Tensor] | None:

@@ -90,6 +90,9 @@ class TorchKernels:
     def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
         return True
 
+    def outlier_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.double(), weight.double()).to(x.dtype)  # as `quantized_linear` sums the other columns
+
     def quantize_tokens(self, x: Tensor, form: ActivationFormat, silu_mul: bool = False) -> QuantizedTokens:
         return QuantizedTokens(*quantize_tokens(self.silu_mul(x) if silu_mul else x, form), x.dtype)
 
@@ -235,6 +238,9 @@ class TritonKernels(TorchKernels):
             y = self._quantized.library_product(tokens, weight, bias)
         return y if residual is None else residual + y
 
+    def outlier_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x, weight, None)
+
     def quantized_gemv(
         self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
     ) -> Callable[..., Tensor] | None:
@@ -284,7 +290,7 @@ class TritonKernels(TorchKernels):
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
         gated, fits = self._gated_linear, x.is_contiguous() and weight.is_contiguous()
-        if gated is None or not fits or not gated.worth_it(len(x), len(weight) // 2, x.shape[1], x.dtype):
+        if gated is None or not fits or not gated.worth_it(len(x), len(weight) // 2, x.shape[1], x.dtype, x.device):
             return None
         return gated.gated_linear(x, weight)
 

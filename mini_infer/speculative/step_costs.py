@@ -43,16 +43,17 @@ def measure_costs(
     looked_up = method in (SpeculationMethod.ngram, SpeculationMethod.suffix)
     most = config.speculation.num_tokens
     widths = {d.query_len for d in captured if d.query_len <= 1 + most} or {2, 1 + (most + 1) // 2}
+    drawn = np.random.default_rng(0)
     target: dict[tuple[int, int], float] = {}
     draft: dict[int, float] = {}
     waiting = spent = 0.0
     for number, rows in enumerate(_row_counts(config, captured)):
         if spent > BUDGET_S:
             break
-        prompts = _prompts(rows, config, limits, vocab_size)
+        prompts = _prompts(rows, config, limits, vocab_size, drawn)
         runner.collect(runner.launch(prompts))
         for width in sorted({1, *widths, 1 + most}):
-            drafts = {} if has_draft_model else dict.fromkeys(range(rows), [0] * (width - 1))
+            drafts = {} if has_draft_model else dict(enumerate(_draw(drawn, vocab_size, rows, width - 1)))
             plan = StepPlan.alike(rows, prompts.starts[0], width, decode=True, drafts=drafts)
             seconds, drafting, took = _time(runner, plan, overlap and (width == 1 or not looked_up))
             spent += took if number > 1 else 0
@@ -100,16 +101,19 @@ def _row_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> li
     return list(dict.fromkeys(order))
 
 
-def _prompts(rows: int, config: EngineConfig, limits: Limits, vocab_size: int) -> StepPlan:
-    """Admits so many requests at their prompts' last token; nobody computes what is before it. Tokens are drawn: of
-    equal rows a GPU takes less power, and keeps a higher clock (256 of Qwen2.5-7B's on an H200: 7.2 ms, not 8.0)."""
+def _draw(drawn: np.random.Generator, vocab_size: int, rows: int, count: int) -> list[list[int]]:
+    """So many tokens a row: of equal rows a GPU takes less power, and keeps a higher clock (256 of Qwen2.5-7B's on an
+    H200: 7.2 ms, not 8.0)."""
+    return drawn.integers(vocab_size, size=(rows, count)).tolist()
+
+
+def _prompts(rows: int, config: EngineConfig, limits: Limits, vocab_size: int, drawn: np.random.Generator) -> StepPlan:
+    """Admits so many requests at their prompts' last token. Nobody computes what is before it."""
     most = config.speculation.num_tokens
     context = max(1, min(CONTEXT_TOKENS, limits.max_model_len - 1 - most))
     width = -(-(context + 1 + most) // config.cache.block_size)
-    params, drawn = SamplingParams(temperature=0), np.random.default_rng(0)
-    admissions = []
-    for row in range(rows):
+    params, admissions = SamplingParams(temperature=0), []
+    for row, token_ids in enumerate(_draw(drawn, vocab_size, rows, context)):
         table = [(row * width + i) % limits.num_blocks for i in range(width)]
-        token_ids = drawn.integers(vocab_size, size=context).tolist()
         admissions.append(Admission(row, "a measurement", token_ids, context, table, params, seed=row))
     return StepPlan.alike(rows, context - 1, 1, decode=False, admissions=admissions)

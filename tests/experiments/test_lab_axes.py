@@ -366,7 +366,7 @@ def test_names_of_settings_give_way_to_one_of_them_that_is_typed(compose_config)
     assert [point.name for point in found._grid] == ["concurrency=1", "concurrency=4"]
     assert settled.notes == (
         "Measured at other points than the experiment's own: workload.concurrency 1,4 in the place of load. "
-        "Left out: 1 claim about other points.",
+        "Left out: 2 claims about other points.",
     )
 
 

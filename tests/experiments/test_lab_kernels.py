@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import pkgutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -455,6 +456,19 @@ def test_who_fails_leaves_its_turns_to_the_others_and_the_gpu_is_looked_at_once_
     assert turns == ["torch", *EAGER_TWICE, "look", "eager again", "eager", "torch", "look", *EAGER_TWICE, "look"]
     rows = [(row.variant, row.repeat, row.valid) for row in found.rows]
     assert rows == [*((name, n, True) for name in EAGER_TWICE for n in range(3)), ("torch", 0, False)]
+
+
+def test_what_is_faster_than_the_hardware_does_not_count(build, monkeypatch):
+    """As of a timer that stops too early, or inputs that have stayed in a cache."""
+    times = itertools.cycle([0.001, 10.0])  # of torch, and of eager, at each point
+    monkeypatch.setattr(kernels.ceilings, "find", lambda *_: (LIMITS, ""))
+    monkeypatch.setattr(
+        kernels, "prepare", lambda made, *_: kernel_timer.Timer(partial(float, next(times)), False, made)
+    )
+    found = measure(build(**{**TWO_CASES, "metrics": ["time_us", "mbu"]}))
+    assert {(row.variant, row.valid) for row in found.rows} == {("torch", False), ("eager", True)}
+    reasons = {row.reason for row in found.rows if not row.valid}
+    assert all(reason.startswith("faster than the hardware allows: ") for reason in reasons)
 
 
 def test_what_the_gpu_said_of_itself_is_kept_and_told(build, monkeypatch, tmp_path):

@@ -132,6 +132,18 @@ def test_a_burst_shows_no_rate():
     assert value("ttft_ms", served) == pytest.approx(100)
 
 
+def test_a_few_requests_that_come_at_once_are_a_burst_too():
+    """30 at 645/s, of which an engine answers 47 a second: each is in time, and no second of it could be repeated."""
+    requests = tuple(trace(i / 645, [i / 645 + 0.1, 0.6]) for i in range(30))
+    served = Served(requests, 0.0, 0.635).without_ramps()
+    assert value("slo_share", served, Context(SLO(ttft_ms=300))) == 1
+    missing = value("goodput_rps", served, Context(SLO(ttft_ms=300)))
+    assert missing.reason.startswith("not shown: what counts of the requests has come within 0.045 s")
+    calm = tuple(trace(float(i), [i + 0.1, i + 0.6]) for i in range(30))
+    assert value("goodput_rps", Served(calm, 0.0, 30.0).without_ramps(), Context(SLO(ttft_ms=300))) == 1
+    assert value("requests_per_s", Served(requests, 0.0, 0.635)) == pytest.approx(30 / 0.635), "of a closed loop"
+
+
 @pytest.mark.parametrize(
     ("workload", "ramps"),
     [

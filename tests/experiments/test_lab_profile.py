@@ -87,7 +87,7 @@ def test_a_trace_without_steps_is_said_so(made):
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, array<char*, 1>>(x)",
             "vectorized_elementwise_kernel<FillFunctor>",
-            "other",
+            "elementwise",
         ),
         ("kernel_cutlass_FlashAttentionForwardSm90_object_at__tensor", None, "attention"),
         ("_add_rms_norm_kernel", "_add_rms_norm_kernel", "norm"),

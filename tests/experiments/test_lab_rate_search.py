@@ -133,6 +133,16 @@ def test_a_pass_that_does_not_count_ends_the_search_and_is_not_made_again(build,
     assert made == [400, 400]  # one a repeat
 
 
+def test_that_a_burst_was_in_time_shows_no_knee(build, monkeypatch):
+    """Nobody had to wait, since hardly anybody had come."""
+    monkeypatch.setattr(Served, "is_burst", property(lambda served: served.arriving_s is not None))
+    metrics = ["slo_share", "slo_rate_rps", "goodput_rps"]
+    why = "not shown: the requests at 400/s had all come before a queue could form; raise workload.count or "
+    assert found(measured(build(metrics=metrics))) == [(0.0, f"{why}experiment.search.seconds")] * 2
+    late = measured(build(metrics=metrics, slo={"ttft_ms": 1e-6}))
+    assert found(late) == [(0.0, OUTSIDE)] * 2, "where they had to wait, a queue has formed"
+
+
 def test_a_pass_is_made_again_where_the_machine_changed_its_speed(build, monkeypatch):
     drifts = iter([Drift()] * 2 + [Drift(host=0.2)] * 2 + [Drift()] * 99)  # the first ones of what is not searched
     monkeypatch.setattr(Watch, "after", lambda *_: next(drifts))

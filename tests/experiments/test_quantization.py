@@ -14,7 +14,9 @@ from torch import Tensor
 
 from experiments import quantization
 from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.judge.logit_gate import leave_activations
 from experiments.quantization import FEW, STEPS, Quantization
+from mini_infer.core.config import CacheDType
 from mini_infer.kernels import ops
 
 SMALL = (
@@ -112,6 +114,22 @@ def test_activations_that_are_cut_off_fail(gates, monkeypatch) -> None:
     monkeypatch.setattr(ops, "quantize_tokens", cut)
     of_tokens, (of_logits,) = gates("w8a8")
     assert [gate.passed for gate in of_tokens] == [True, True]
+    assert not of_logits.passed
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "kv_fp8"])
+def test_an_engine_that_rounds_nothing_fails(variant, gates, monkeypatch) -> None:
+    """Its logits are as near the right ones as rounding is."""
+    engine_of = quantization.LLMEngine
+
+    def rounds_nothing(config):
+        engine = engine_of(replace(config, cache=replace(config.cache, dtype=CacheDType.auto)))
+        leave_activations(engine)
+        return engine
+
+    monkeypatch.setattr(quantization, "LLMEngine", rounds_nothing)
+    of_tokens, (of_logits,) = gates(variant)
+    assert [gate.passed for gate in of_tokens] == [True] * len(of_tokens)
     assert not of_logits.passed
 
 

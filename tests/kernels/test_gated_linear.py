@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
 from mini_infer.kernels.gated_linear import Tile, gated_linear, gated_linear_reference, tile_for, worth_it
 from mini_infer.kernels.ops import InvariantKernels, TorchKernels, TritonKernels
+from mini_infer.kernels.rms_norm import rms_norm
+from mini_infer.modeling.linear_methods.base import LinearShape, Parallel
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
 
 BF16 = torch.bfloat16
+gated_linear_module = importlib.import_module("mini_infer.kernels.gated_linear")
 ONE, TWO = Tile(32, 0, 32, 4, 2), Tile(64, 32, 32, 4, 2)  # products of a program
 
 
@@ -74,12 +81,32 @@ def test_parts_are_as_many_as_sms() -> None:
 
 
 def test_where_it_is_worth_it() -> None:
-    assert worth_it(17, 18944, 3584, BF16)
-    assert worth_it(128, 3072, 1024, BF16)
-    assert not worth_it(16, 18944, 3584, BF16), "few rows are gemv's"
-    assert not worth_it(129, 18944, 3584, BF16)
-    assert not worth_it(64, 18944, 3584, torch.float32)
-    assert not worth_it(64, 4864, 896, BF16), "76 parts at best for 132 SMs"
+    cpu = torch.device("cpu")
+    assert worth_it(17, 18944, 3584, BF16, cpu)
+    assert worth_it(64, 3072, 1024, BF16, cpu)
+    assert not worth_it(128, 3072, 1024, BF16, cpu), "narrow parts and many rows have not been measured"
+    assert not worth_it(16, 18944, 3584, BF16, cpu), "few rows are gemv's"
+    assert not worth_it(129, 18944, 3584, BF16, cpu)
+    assert not worth_it(64, 18944, 3584, torch.float32, cpu)
+    assert not worth_it(64, 4864, 896, BF16, cpu), "76 parts at best for 132 SMs"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_takes_it_where_nothing_is_added(bias: bool, device: torch.device) -> None:
+    x, weight = inputs(17, 3072, 8, BF16, device)
+    added = nn.Parameter(torch.randn(6144, device=device, dtype=BF16), False) if bias else None
+    shape = LinearShape(8, {"gate_proj": 3072, "up_proj": 3072}, bias, Parallel.column)
+    layer = Unquantized(nn.Parameter(weight, False), added, shape, TritonKernels())
+    got = layer.apply_silu_mul(x)
+    assert (got is None) == bias, "another kernel adds it, and SiLU-mul comes behind that"
+    if got is not None:
+        assert_near(got, gated_linear_reference(x, weight))
+
+
+def test_gpus_with_less_shared_memory_do_without(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = inputs(17, 3072, 8, BF16, device)
+    monkeypatch.setattr(gated_linear_module, "shared_memory", lambda device: 99 * 1024)
+    assert TritonKernels().gated_linear(x, weight) is None
 
 
 def test_whose_kernels_have_it(device: torch.device) -> None:
@@ -92,6 +119,37 @@ def test_whose_kernels_have_it(device: torch.device) -> None:
     got = kernels.gated_linear(x, weight)
     assert got is not None
     assert_near(got, gated_linear_reference(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 64, 128])
+def test_a_replayed_chain_equals_launches_one_by_one(rows: int, device: torch.device) -> None:
+    """The race test: kernels overlap in the graph, and their outputs reuse each other's memory."""
+    layers = [inputs(1, 3072, 1024, BF16, device)[1] for _ in range(8)]
+    downs = [torch.randn(1024, 3072, device=device, dtype=BF16) / 3072**0.5 for _ in layers]
+    x, norm = torch.randn(rows, 1024, device=device, dtype=BF16), torch.ones(1024, device=device, dtype=BF16)
+
+    def chain(wait: Callable[[], None]) -> Tensor:
+        h = x
+        for weight, down in zip(layers, downs, strict=True):
+            h = rms_norm(h, norm, 1e-6)
+            wait()
+            h = gated_linear(h, weight)
+            wait()
+            h = h @ down.T  # a neighbour that is not launched as a dependent
+            wait()
+        return h
+
+    chain(lambda: None)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(lambda: None)
+    for _ in range(100):
+        x.normal_()
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, chain(torch.cuda.synchronize))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -73,6 +73,7 @@ class Machine:
         self.most_under_way: dict[int, int] = {}  # by tokens a row
         self.rows: list[int] = []
         self.prompts: list[list[int]] = []
+        self.drafts: list[Sequence[int]] = []
         self._drafts, self._reading = drafts, reading
         self._compiled: set[int] = set()
         monkeypatch.setattr(step_costs.time, "perf_counter", lambda: self.now)
@@ -80,6 +81,7 @@ class Machine:
     def launch(self, plan: StepPlan) -> StepPlan:
         width = plan.counts[-1]
         self.prompts += [admission.token_ids for admission in plan.admissions]
+        self.drafts += plan.drafts.values()
         if plan.num_decode_rows:
             if width not in self._compiled:
                 self._compiled.add(width)
@@ -118,10 +120,11 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes equal rows with less power, and so faster, than any that are served."""
     machine = Machine(monkeypatch)
-    measured(machine)
+    measured(machine, "ngram")
     assert max(map(max, machine.prompts)) < 1_000, "the vocabulary"
     assert all(len(set(prompt)) > 200 for prompt in machine.prompts)
     assert len({prompt[-1] for prompt in machine.prompts[1:101]}) > 80, "the tokens that are computed"
+    assert len({tuple(draft) for draft in machine.drafts if len(draft) == 4}) > 80, "and those that are verified"
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.1, 2.0])

@@ -88,8 +88,9 @@ class ExactGate:
     def of_served(
         self, variant: str, config: EngineConfig, serve: Callable[[EngineConfig], AbstractContextManager[Ask]]
     ) -> Gate:
-        """As of_probes, of tokens that `serve` brings over HTTP, from a server with these settings."""
-        questions, stressed = _probes_of(config), self._comparable(_stressed(config))
+        """As of_probes, of the base model's tokens that `serve` brings over HTTP from a server with these settings."""
+        questions = _probes_of(config)
+        stressed = self._comparable(_stressed(replace(config, lora=LoraConfig())))
         with serve(stressed) as ask:
             found = [ask(questions) for _ in range(2)]
         right = [[token for token, _ in answer] for answer in self._asked_alone(plain(stressed), questions)]

@@ -88,7 +88,7 @@ def _gaps(served: Served) -> list[tuple[Hashable, float]]:
 
 def _rate(count: Callable[[Served], float], served: Served, _: Context) -> float | Missing:
     if served.is_burst:
-        return too_few(f"{BURST}{served.seconds:.3g} s, in which hardly one is answered: no rate could be kept up")
+        return too_few(f"{BURST}{served.arriving_s:.3g} s, in which hardly one is answered: no rate could be kept up")
     return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
 
 

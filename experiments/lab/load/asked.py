@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from urllib.error import HTTPError
 
 from experiments.lab.judge.exact_gate import Ask, Question
 from experiments.lab.load.client import Target
 from experiments.lab.load.subject import OverHTTP
-from experiments.lab.measure.kinds import Kind, PeerSettings
+from experiments.lab.measure.kinds import Kind, PeerError, PeerSettings
 from experiments.lab.peers.pool import Peers
 from mini_infer.core.config import EngineConfig
 
-ANSWERED_S = 600.0  # a server that takes longer for an answer of the gate stands still
+ANSWERED_S = 120.0  # a server that is silent for longer stands still
 
 
 @contextmanager
@@ -29,17 +30,27 @@ def served(settings: PeerSettings, config: EngineConfig) -> Iterator[Ask]:
 
 
 def answers(target: Target, questions: Sequence[Question]) -> list[list[int]]:
-    """The tokens of each answer. Raises OSError where one is refused or none comes."""
+    """The tokens of each answer. Raises PeerError where one is refused or does not come."""
     with ThreadPoolExecutor(len(questions)) as pool:
         return list(pool.map(partial(_answer, target), questions))
 
 
 def _answer(target: Target, question: Question) -> list[int]:
+    """As a stream, which is what measured requests read."""
     prompt, params = question
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-    body = {"model": target.model, "prompt": prompt, "return_token_ids": True}
+    body = {"model": target.model, "prompt": prompt, "return_token_ids": True, "stream": True}
     body |= {name: value for name in names if (value := getattr(params, name)) is not None}
     url, headers = f"http://{target.host}:{target.port}{target.path}", {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=ANSWERED_S) as answer:
-        return list(json.load(answer)["choices"][0]["token_ids"])
+    tokens: list[int] = []
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWERED_S) as events:
+            for line in events:
+                data = line.removeprefix(b"data: ").strip()
+                if data not in (b"", b"[DONE]"):
+                    tokens += (choice for each in json.loads(data)["choices"] for choice in each["token_ids"])
+    except (OSError, ValueError, LookupError) as error:
+        told = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
+        raise PeerError(f"mini-infer-serve does not answer a question of the gate: {told}") from error
+    return tokens

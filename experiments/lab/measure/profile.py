@@ -28,11 +28,12 @@ STEPS = 25  # that are profiled
 CALM = 8  # decode steps before them, and between two looks
 ROLES = (
     "linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "adapter", "router", "experts", "latent",
-    "ranks", "other",
+    "ranks", "elementwise", "other",
 )  # fmt: skip
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
 # kernels some are named by how they work: those of gemv.py, and of the sampler all. A router's picks the best, as a
 # sampler's does, and ours has a norm in it.
+# "elementwise" is what torch and its compiler make of operations, and of their names only how they go about it is left.
 # "ranks" is what they send each other, with the norm behind it.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
 _ROLE_PATTERNS = {
@@ -53,6 +54,7 @@ _ROLE_PATTERNS = {
     "rope": r"rope|rotary",
     "silu": r"silu|swiglu",
     "sample": r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$",
+    "elementwise": r"elementwise|reduce_kernel|triton_(poi|red|per)_",
 }
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}

@@ -122,7 +122,6 @@ class Searches:
     def _search(self, variant: str, repeat: int) -> None:
         session, settings, rates = self.session, self.settings, self.settings.rates
         shares: dict[int, float] = {}
-        bursts: list[float] = []
         of = f"{session.labels[variant]}, search {repeat + 1}"
 
         def meets(index: int) -> bool:
@@ -136,7 +135,10 @@ class Searches:
             shares[index] = kept.value
             met = kept.value >= settings.share
             if met and any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
-                bursts.append(rates[index])  # where requests had to wait, a queue has formed
+                raise Undecided(  # where requests had to wait, a queue has formed
+                    f"{NOT_SHOWN}the requests at {rates[index]:g}/s had all come before a queue could form; raise "
+                    "workload.count or experiment.search.seconds"
+                )
             return met
 
         def highest(first: int, end: int) -> int:
@@ -163,11 +165,5 @@ class Searches:
                 if settings.doublings and found >= 0:
                     told[0] += f", {settings.doublings} doublings above it"
             self.notes.append(f"{of}: {' and '.join(told)}.")
-        if bursts:
-            listed = ", ".join(f"{rate:g}" for rate in sorted(bursts))
-            self.notes.append(
-                f"{of}: the requests at {listed}/s had all come before a queue could form. Raise workload.count or "
-                "experiment.search.seconds."
-            )
         (at,) = settings.result
         self.rows.append(Row(variant, at.name, repeat, FOUND, value, formulas.describe(FOUND).unit, not reason, reason))

@@ -119,6 +119,8 @@ class Served:
     joules: float | None = None  # that the GPU used meanwhile, by its own counter; None where it has none
     # The times between which requests and tokens count; None: all do. See `without_ramps`.
     window: tuple[float, float] | None = None
+    # In which the requests of an open loop that count arrive; None of another, whose requests wait for each other.
+    arriving_s: float | None = None
 
     @property
     def took(self) -> float:
@@ -136,7 +138,8 @@ class Served:
         """The requests of an open loop have come in so short a time that hardly one had to end before the last came:
         whatever rate that was, nobody knows whether it could go on."""
         answers = sorted(e2e for request in self.requests if (e2e := request.e2e) is not None)
-        return self.window is not None and bool(answers) and self.seconds < FEW_ANSWERS * answers[len(answers) // 2]
+        few = FEW_ANSWERS * answers[len(answers) // 2] if answers else 0.0
+        return self.arriving_s is not None and self.arriving_s < few
 
     @property
     def counted(self) -> tuple[RequestTrace, ...]:
@@ -154,10 +157,11 @@ class Served:
         """Of a pass whose requests arrive one after another, without the first and the last RAMP of the time in which
         they do, if there are enough of them to have a steady state between."""
         arrivals = [request.arrival for request in self.requests]
+        first, last = min(arrivals), max(arrivals)
         if len(arrivals) < STEADY:
-            return self
-        ramp = RAMP * (max(arrivals) - min(arrivals))
-        return replace(self, window=(min(arrivals) + ramp, max(arrivals) - ramp))
+            return replace(self, arriving_s=last - first)
+        ramp = RAMP * (last - first)
+        return replace(self, window=(first + ramp, last - ramp), arriving_s=last - first - 2 * ramp)
 
 
 def joined(parts: Sequence[Served], owned: Sequence[Sequence[int]]) -> Served:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
+from itertools import chain, product
 
 from experiments.lab import points
 from experiments.lab.judge import marks, pairs
@@ -47,15 +47,18 @@ def sentence(result: Result) -> str:
 
 
 def at_most(result: Result) -> list[str]:
-    """Of variants that are compared with themselves alone: the best of each metric, at the last point that has it."""
+    """Of variants that are compared with themselves alone: the best repeat of each metric, at the last point that has
+    it."""
     info, claimed, told = result.info, effects.of_claims(result), []
     if not claimed or info.baseline is not None or not all(effect.at_another_point for effect in claimed):
         return []
     for name in filter(wording.known, info.metrics):
-        every = ({v: e for v in info.variants if (e := result.estimate(v, at, name))} for at in reversed(info.points))
+        best = max if info.metrics[name].better is Better.higher else min
+        every = (
+            [*chain(*(result.values(v, at, name).values() for v in info.variants))] for at in reversed(info.points)
+        )
         if found := next(filter(None, every), None):
-            best = found[_ranked(found, name, info)[0]].median
-            told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
+            told.append(f"{wording.short(name, info)} {wording.value(best(found), name, info)}")
     return told
 
 

@@ -162,9 +162,7 @@ class QuantizedLinear(LinearMethod):
             x = x.index_select(1, self.order)
         columns, outliers = self.outlier_columns, None
         if columns is not None and self.outlier_weight is not None:
-            wide = torch.float64 if self._kernels.name == TorchKernels.name else x.dtype  # as it sums the other columns
-            own, weight = x.index_select(1, columns).to(wide), self.outlier_weight.to(wide)
-            outliers = self._kernels.linear(own, weight, None).to(x.dtype)
+            outliers = self._kernels.outlier_linear(x.index_select(1, columns), self.outlier_weight)
             x = x.index_fill(1, columns, 0)  # in whose scales the outliers have no part
         elif (gemv := self._gemv_for(x)) is not None:
             return gemv(self._codes(x), self.weight, self.bias)

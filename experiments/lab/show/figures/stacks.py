@@ -115,7 +115,7 @@ ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
 LOOKS: dict[str, dict[str, str]] = {
     **{role: {"color": colour, "hatch": hatch} for role, colour, hatch in
-       zip(ROLES, (*COLOURS, "#332288", "#882255", "#DDCC77", "#44AA99"), cycle(HATCHES))},
+       zip(ROLES, (*COLOURS, "#332288", "#882255", "#DDCC77", "#44AA99", "#AA4499"), cycle(HATCHES))},
     "other": {"color": INK, "hatch": "**"},
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
