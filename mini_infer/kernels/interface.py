@@ -221,8 +221,8 @@ class Kernels(Protocol):
         """Why there is no `quantized_linear` for weights [N, in_size] of these formats, or None if there is."""
 
     def outlier_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product with a quantized weight's columns that are kept as they are, x [T, C] and weight [N, C] -> [T, N],
-        summed as `quantized_linear` sums the others."""
+        """The product with columns of a quantized weight that are kept as they are, x [T, C] and weight [N, C] ->
+        [T, N], summed as `quantized_linear` sums the others."""
 
     def quantized_gemv(
         self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
