@@ -59,7 +59,7 @@ def test_the_table_of_figures_is_the_one_that_the_results_give() -> None:
 
 
 def test_the_table_says_which_runs_were_cut_off() -> None:
-    found = next(r for r in stored() if r.info.experiment == "latency" and r.info.run == "default")
+    found = next(r for r in stored() if r.info.experiment == "overlap" and r.info.run == "default")
     lines = [
         readme_with(f"{BEGIN}\n{END}", [replace(found, info=replace(found.info, status=status))]).splitlines()[-2]
         for status in (store.COMPLETE, "incomplete: interrupted; 1 of 3 processes are complete")
