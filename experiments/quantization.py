@@ -181,8 +181,9 @@ class Quantization(Probe):
 
     def measure(self, steps: Steps) -> Findings:
         gates = list[Gate | ErrorGate]()
-        for variant in self.variants if self.settings.gates else ():
+        if self.settings.gates:
             require_library()
+        for variant in self.variants if self.settings.gates else ():
             steps.note(f"gates: {self.variants[variant]}, by an engine that loads it")
             with hardware.torch_threads(self.threads), torch.no_grad():
                 gates += self._gates(variant)

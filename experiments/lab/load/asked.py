@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 
 from experiments.lab.judge.exact_gate import Ask, Question
 from experiments.lab.load.client import Target
+from experiments.lab.load.connection import read_answer
 from experiments.lab.load.subject import OverHTTP
 from experiments.lab.measure.kinds import Kind, PeerError, PeerSettings
 from experiments.lab.peers.pool import Peers
@@ -43,14 +44,12 @@ def _answer(target: Target, question: Question) -> list[int]:
     body |= {name: value for name in names if (value := getattr(params, name)) is not None}
     url, headers = f"http://{target.host}:{target.port}{target.path}", {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    tokens: list[int] = []
     try:
-        with urllib.request.urlopen(request, timeout=ANSWERED_S) as events:
-            for line in events:
-                data = line.removeprefix(b"data: ").strip()
-                if data not in (b"", b"[DONE]"):
-                    tokens += (choice for each in json.loads(data)["choices"] for choice in each["token_ids"])
-    except (OSError, ValueError, LookupError) as error:
+        with urllib.request.urlopen(request, timeout=ANSWERED_S) as stream:
+            answer = read_answer([(0.0, stream.read())])  # nothing is timed
+    except OSError as error:
         told = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
         raise PeerError(f"mini-infer-serve does not answer a question of the gate: {told}") from error
-    return tokens
+    if answer.error:
+        raise PeerError(f"mini-infer-serve does not answer a question of the gate: {answer.error}")
+    return answer.token_ids
