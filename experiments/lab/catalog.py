@@ -103,7 +103,7 @@ measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, path
 --cfg job shows all of them with their values.
 
 A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.
-With --resume it goes on where the same run, of the same commit, was cut off between two processes.
+With --resume the processes that its stored run has, of the same settings and code, are not measured again.
 
 Commands
 {_table(commands)}
@@ -172,7 +172,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         took, then = info.provenance.seconds / 60, info.config["measure"]
         arms = max(1, len(info.variants) - (info.aa is not None))
         before = arms * len(info.points) * then["repeats"] * then.get("processes", 1)  # older ones: of one
-        when = f"on {info.provenance.started[:10]}"
+        when = f"on {info.measured}"
         if not ablation:
             lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
             continue

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -19,9 +20,8 @@ from experiments.lab.experiment import Experiment, Findings, IncompleteRun
 from experiments.lab.measure import hardware, processes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
-from experiments.lab.store import provenance, rows, trackers
+from experiments.lab.store import provenance, resume, rows, trackers
 from experiments.lab.store import result as store
-from experiments.lab.store.kept import Kept
 from experiments.lab.store.runs import exclusive
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -48,10 +48,31 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     started, clock = datetime.now(timezone.utc), time.monotonic()
     results, reports = root / paths.results, root / paths.reports
     own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
-    kept = Kept(results / own, commit if clean else None, paths.resume)
+    earlier = resume.find(results / own, _stated(settled), root) if paths.resume else None
+
+    def result_of(findings: Findings) -> store.Result:
+        origin = store.Provenance(
+            command=_command(overrides, paths),
+            started=started.isoformat(timespec="seconds"),
+            seconds=max(time.monotonic() - clock, sum(process.seconds for process in findings.processes)),
+            commit=commit,
+            clean=clean,
+            versions=provenance.versions(),
+            device=hardware.facts(hardware.resolve(experiment.device)),
+        )
+        return _result(experiment, findings, name, run, origin, settled)
+
+    def keep(so_far: Findings) -> None:
+        """Until the next process is there, for `--resume`, also where nobody is left to store it."""
+        try:
+            with exclusive(results):
+                store.write_run(results, result_of(so_far))
+        except (store.StoreError, OSError) as problem:
+            print(f"what was measured so far is not kept for --resume: {problem}", file=sys.stderr)
+
     try:
         with Steps(name) as steps:
-            findings = processes.measure(config, steps, kept)
+            findings = processes.measure(config, steps, (*settled.notes, *sweep.notes()), earlier, keep)
     except KeyboardInterrupt:
         again = f"The same again: {_command(overrides, paths)}\nA quick look first: add measure.processes=1"
         long = f"measure.repeats=1; `python run.py show {name}` says how long a run takes"
@@ -59,19 +80,8 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         print(f"nothing was finished, so nothing is stored{pace}. {again} {long}", file=sys.stderr)
         raise
     experiment.finish(findings)
-    origin = store.Provenance(
-        command=_command(overrides, paths),
-        started=started.isoformat(timespec="seconds"),
-        seconds=max(time.monotonic() - clock, sum(process.seconds for process in findings.processes)),
-        commit=commit,
-        clean=clean,
-        versions=provenance.versions(),
-        device=hardware.facts(hardware.resolve(experiment.device)),
-    )
-    result = _result(experiment, findings, name, run, origin, settled)
+    result = result_of(findings)
     written = _store(results, result)
-    if findings.status == store.COMPLETE:
-        kept.drop()
     try:
         with exclusive(results):
             path = report.rebuild(results, reports, only=store.page_name(result.info))[0]
@@ -100,7 +110,7 @@ def _result(
     found = {f.name: getattr(findings, f.name) for f in fields(Findings)}
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     of_info = {f.name for f in fields(store.RunInfo)}
-    same = {key: found[key] for key in of_info & found.keys() - {"points", "notes", "ceilings"}}
+    same = {key: found[key] for key in of_info & found.keys() - {"points", "ceilings"}}
     said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target")}
     info = store.RunInfo(
         experiment=name,
@@ -115,9 +125,8 @@ def _result(
         claims=tuple(experiment.claims),
         code=tuple(dict.fromkeys((*spec.code, *axes.code))),
         provenance=origin,
-        config={key: value for key, value in schema.plain(settled.config).items() if key not in typed.INTERNAL},
+        config=_stated(settled),
         ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
-        notes=(*settled.notes, *findings.notes, *sweep.notes()),
         scale=axes.scale,
         via=axes.via,
         default_scale=settled.default_scale,
@@ -127,6 +136,11 @@ def _result(
         **same,
     )
     return store.Result(info, **{name: found[name] for name, _ in store.TABLES.values()})
+
+
+def _stated(settled: typed.Settled) -> dict[str, Any]:
+    """The config as the result states it."""
+    return {key: value for key, value in schema.plain(settled.config).items() if key not in typed.INTERNAL}
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:

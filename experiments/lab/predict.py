@@ -221,9 +221,9 @@ def _replaced(before: Sequence[Any], found: Sequence[Any], names: Collection[str
 
 def _notes(info: store.RunInfo, found: Sequence[str], rows: Sequence[Row], on: str, root: Path) -> tuple[str, ...]:
     labels = tuple(label for name, label in info.variants.items() if name.endswith(PREDICTED))
-    bare = {note: re.sub(r"^Process [\d, ]+: ", "", note) for note in info.notes}
+    bare = {note: processes.OF_SOME.sub("", note) for note in info.notes}
     kept = [note for note, text in bare.items() if not (OF_PREDICTIONS.match(text) or text.startswith(labels))]
     by_process = {number: [row for row in rows if row.process == number] for number in {row.process for row in rows}}
     told = {n: prediction.remarks(own, grids.predictions_of(info), info.variants) for n, own in by_process.items()}
     anew = f"Predicted {on} {_when(root)}; measured as before."
-    return (*kept, *(note for note in found if note not in kept), *processes.said(told), anew)
+    return (*kept, *(note for note in found if note not in kept), *processes.together(told), anew)

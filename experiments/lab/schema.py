@@ -71,7 +71,7 @@ class Paths:
     results: str = "trial/results"
     reports: str = "trial/reports"
     run: str | None = None  # the run's name; default: what was changed
-    resume: bool = False  # a run that was cut off between its processes goes on; --resume says so
+    resume: bool = False  # the processes that the stored run has are not measured again; --resume says so
 
     @property
     def recorded(self) -> bool:

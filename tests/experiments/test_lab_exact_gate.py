@@ -311,6 +311,12 @@ def test_what_its_engines_are_made_of() -> None:
     of_random_weights = [replace(each, model=replace(each.model, path="tiny-draft")) for each in (many, few)]
     found = [exact_gate._shrunk(each).scheduler.max_num_seqs for each in of_random_weights]
     assert found == [exact_gate.MOST_REQUESTS, 4]
+    deep = {"hf_config": {"num_hidden_layers": 24, "layer_types": ["full_attention"] * 24}, "load_format": "dummy"}
+    drafts = EngineConfig.from_dict(
+        {"model": {"path": "tiny-draft"}, "speculation": {"method": "draft", "draft": deep}}
+    )
+    small = exact_gate._shrunk(drafts).speculation.draft.hf_config
+    assert small == {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])

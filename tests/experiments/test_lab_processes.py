@@ -17,7 +17,6 @@ from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import processes
 from experiments.lab.show.progress import Steps
-from experiments.lab.store.kept import Kept
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import LoadFormat
@@ -60,7 +59,8 @@ def found_by(monkeypatch, *outcomes):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(processes, "_in_child", in_child)
+    for where in ("_in_child", "_here"):  # several, and a single one
+        monkeypatch.setattr(processes, where, in_child)
     return given
 
 
@@ -220,25 +220,35 @@ def test_with_nothing_finished_the_first_error_is_raised(config, monkeypatch):
         measure(config())
 
 
-def test_a_run_that_was_cut_off_goes_on_with_the_process_that_is_missing(config, monkeypatch, tmp_path):
-    def run(*outcomes, commit="c0ffee", resume=True, **changed):
+def test_processes_that_are_there_are_not_measured_again(config, monkeypatch):
+    kept = []
+
+    def run(*outcomes, earlier=None, **changed):
         asked = found_by(monkeypatch, *outcomes)
         made = config(*(f"{key}={value}" for key, value in changed.items()))
         with Steps("test") as steps:
-            found = processes.measure(made, steps, kept := Kept(tmp_path / "probe" / "default", commit, resume))
-        return [row.value for row in found.rows], len(asked), kept
+            found = processes.measure(made, steps, ["of all"], earlier, kept.append)
+        return found, [own.measure.seed for own in asked]
 
-    first = findings(1.0), findings(2.0)
-    assert run(*first, KeyboardInterrupt())[:2] == ([1.0, 2.0], 3)
-    values, asked, kept = run(findings(3.0))
-    assert (values, asked) == ([1.0, 2.0, 3.0], 1)
-    assert run()[:2] == ([1.0, 2.0, 3.0], 0)  # nobody has stored it
-    kept.drop()
-    assert not list(tmp_path.rglob("*.pickle"))
-    again = [findings(4.0)] * 3
-    for others in ({"commit": None}, {"commit": "other"}, {"workload.count": 4}, {"resume": False}):
-        run(*first, KeyboardInterrupt())
-        assert run(*again, **others)[:2] == ([4.0] * 3, 3), others
+    one = findings(1.0, notes=["all", "one"], gates=[Gate("engine", "", 10, 10, None)])
+    first, seeds = run(one, **{"measure.processes": 1})
+    assert (first.status, first.notes, kept) == ("complete", ["of all", "all", "one"], [])
+    found, others = run(findings(2.0, notes=["all", "one"]), findings(3.0, notes=["all"]), earlier=first)
+    assert [(row.process, row.value) for row in found.rows] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    assert (found.status, found.gates, [p.index for p in found.processes]) == ("complete", first.gates, [0, 1, 2])
+    assert found.notes == ["of all", "all", "Process 1, 2: one"]
+    assert len({*seeds, *others}) == 3
+    [so_far] = kept  # for whoever goes on, should nobody be left to store the third
+    assert (so_far.status, so_far.error) == ("incomplete: 2 of 3 processes are complete", None)
+    assert [row.value for row in so_far.rows] == [1.0, 2.0]
+
+    cut, _ = run(MiniInferError("planted"), findings(3.0, notes=["all"]), earlier=first)
+    assert cut.status.endswith("planted; nothing of it is kept; 2 of 3 processes are complete")
+    rest = replace(cut, processes=[p for p in cut.processes if p.complete], status="complete", error=None)
+    whole, asked = run(findings(4.0), earlier=rest)
+    assert [(row.process, row.value) for row in whole.rows] == [(0, 1.0), (1, 4.0), (2, 3.0)]
+    assert (whole.notes, len(asked)) == (["of all", "Process 1, 3: all", "Process 1: one"], 1)
+    assert run(earlier=whole) == (whole, []), "nothing is left to measure"
 
 
 class Stubborn(Exception):

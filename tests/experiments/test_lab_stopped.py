@@ -8,13 +8,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from experiments.lab import execute
 from experiments.lab.experiment import IncompleteRun, run_rounds
-from experiments.lab.measure import cells
+from experiments.lab.measure import cells, processes
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
+from experiments.lab.store import provenance, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError
 from mini_infer.core.errors import ConfigError
@@ -58,6 +60,11 @@ def stop_at(monkeypatch, number, error):
         return real(*arguments)
 
     monkeypatch.setattr(cells, "serve", serve)
+
+
+def changed(config, values):
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
 
 
 def run(config, root):
@@ -165,6 +172,67 @@ def test_an_interrupted_run_stands_beside_a_complete_one(config, tmp_path, monke
     assert stored(tmp_path).rows == complete.rows
     beside = store.read(tmp_path / "results/quickstart/own.in_process/cpu/default-incomplete.json")
     assert len(beside.rows) == len(complete.rows) // 4
+
+
+def test_a_stored_run_gets_the_processes_that_it_lacks(config, tmp_path, monkeypatch):
+    """Without starting any: each is measured here."""
+    monkeypatch.setattr(processes, "_in_child", processes._here)
+    git = {"commit": "a" * 40, "is_clean": True}
+    for name in git:
+        monkeypatch.setattr(provenance, name, lambda root, name=name: git[name])
+    since = [0]
+    monkeypatch.setattr(runs, "commits_since", lambda info, root: since[0])
+
+    def again(count, resume=True):
+        changed(config, {"measure.processes": count, "paths.resume": resume})
+        run(config, tmp_path)
+        return stored(tmp_path)
+
+    one = again(1, resume=False)
+    git["commit"] = "b" * 40
+    three = again(3)
+    assert [row for row in three.rows if row.process == 0] == list(one.rows)
+    assert {row.process for row in three.rows} == {row.process for row in three.requests} == {0, 1, 2}
+    assert three.info.status == "complete"
+    assert three.info.gates[0].total_tokens == 3 * one.info.gates[0].total_tokens
+    assert [p.complete for p in three.info.processes] == [True] * 3
+    assert f"Process 1: measured at commit {'a' * 12}, since which no code that is named changed." in three.info.notes
+    assert three.info.provenance.commit == git["commit"]
+
+    def refused(why):
+        with pytest.raises(ConfigError, match=f"{why}.*Leave --resume out"):
+            again(3)
+
+    git["is_clean"] = False
+    refused("neither then nor now code was uncommitted")
+    git["is_clean"], since[0] = True, 1
+    refused("before the code that it names changed")
+    since[0] = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "versions", dict)
+        refused("was measured with mini-infer")
+    changed(config, {"measure.repeats": 2})
+    refused(r"another measure\.repeats \(4, not 2\)")
+    assert stored(tmp_path).rows == three.rows
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_process_that_is_missing(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_in_child", processes._here)
+    monkeypatch.setattr(provenance, "is_clean", lambda root: True)
+    monkeypatch.setattr(runs, "commits_since", lambda info, root: 0)
+    changed(config, {"measure.processes": 2})
+    stop_at(monkeypatch, 4 * PASSES + 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    cut = stored(tmp_path)
+    assert cut.info.status.endswith("1 of 2 processes are complete")
+    assert [p.complete for p in cut.info.processes] == [True, False]
+    changed(config, {"paths.resume": True})
+    run(config, tmp_path)
+    whole = stored(tmp_path)
+    assert whole.info.status == "complete"
+    assert [row for row in whole.rows if row.process == 0] == [row for row in cut.rows if row.process == 0]
+    assert {(row.process, row.repeat) for row in whole.rows} == {(p, r) for p in (0, 1) for r in range(4)}
 
 
 def full_disk(monkeypatch, *folders):

@@ -197,20 +197,24 @@ def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Que
 
 
 def _shrunk(config: EngineConfig) -> EngineConfig:
-    """Few layers of the shape, and memory for KV that shrinks with them, so that it is as short as it was; places for
-    as many requests as are asked, since of larger batches no graph need be captured."""
+    """Few layers of the shape, and of a draft's, and memory for KV that shrinks with them, so that it is as short as it
+    was; places for as many requests as are asked, since of larger batches no graph need be captured."""
     small = logit_gate.shrunk(config)
     cache = config.cache
     if cache.num_blocks is None:
-        shape = config.model.hf_config or logit_gate.published(config.model.path)
-        share = logit_gate.LAYERS / int(shape["num_hidden_layers"])
+        share = logit_gate.LAYERS / int(logit_gate.shape_of(config.model)["num_hidden_layers"])
         cache = replace(cache, memory_gib=(cache.memory_gib or 16) * share)
+    speculation = _real(config.speculation)
+    if speculation.has_draft_model:
+        shape = logit_gate.few_layers(logit_gate.shape_of(speculation.draft))
+        draft = replace(speculation.draft, hf_config=shape, load_format=LoadFormat.dummy)
+        speculation = replace(speculation, draft=draft)
     return replace(
         config,
         model=replace(small.model, max_model_len=config.model.max_model_len),
         cache=cache,
         scheduler=replace(config.scheduler, max_num_seqs=min(config.scheduler.max_num_seqs, MOST_REQUESTS)),
-        speculation=_real(config.speculation),
+        speculation=speculation,
         lora=_random(config.lora),
     )
 

@@ -31,11 +31,11 @@ from torch import Tensor
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.kernels.case import row_error
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, LoraConfig, When
+from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, LoraConfig, ModelConfig, When
 from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import RequestError
 from mini_infer.core.plan import Admission, StepPlan
-from mini_infer.core.speculation_config import SpeculationConfig
+from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
 from mini_infer.modeling.model_files import read_json, resolve_folder
@@ -77,11 +77,7 @@ def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGat
 def shrunk(config: EngineConfig) -> EngineConfig:
     """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
     depend on what the run needs; without what `probe_batch` goes past: hits, overlap, drafts and adapters."""
-    model = config.model
-    shape = dict(model.hf_config or published(model.path))
-    shape["num_hidden_layers"] = LAYERS
-    if shape.get("layer_types"):
-        shape["layer_types"] = shape["layer_types"][:LAYERS]
+    model, shape = config.model, few_layers(shape_of(config.model))
     length = min(LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
     if not config.scheduler.chunked_prefill:
         length = min(length, config.scheduler.max_num_batched_tokens)
@@ -153,9 +149,15 @@ def compare(found: Tensor, expected: Tensor, allowed: float, against: str) -> Er
     return ErrorGate("", None, row_error(found, expected), allowed, against, equal, len(found))
 
 
-def published(path: str) -> dict[str, Any]:
-    config: dict[str, Any] = read_json(resolve_folder(path, weights=False) / "config.json")
-    return config
+def shape_of(model: ModelConfig | DraftConfig) -> dict[str, Any]:
+    """Of a model or a draft whose path or hf_config is given."""
+    shape: dict[str, Any] = model.hf_config or read_json(resolve_folder(str(model.path), weights=False) / "config.json")
+    return shape
+
+
+def few_layers(shape: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"layer_types": shape["layer_types"][:LAYERS]} if shape.get("layer_types") else {}
+    return {**shape, "num_hidden_layers": LAYERS, **kinds}
 
 
 def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:

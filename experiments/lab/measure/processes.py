@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import signal
 import time
 import traceback
@@ -27,24 +28,35 @@ from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.show.progress import Steps
-from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, OF_PROCESSES
 from mini_infer.core.errors import ConfigError, MiniInferError
 
+OF_SOME = re.compile(r"^Process ([\d, ]+): ")  # begins a note that not all processes say
+OF_ALL = ("rows", "requests", "gaps")  # tables to which every process adds
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
 
 
-def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findings:
+def measure(
+    config: DictConfig,
+    steps: Steps,
+    said: Sequence[str] = (),
+    earlier: Findings | None = None,
+    keep: Callable[[Findings], None] = lambda so_far: None,
+) -> Findings:
     """What all processes of `measure.processes` have found, put together; a single one is this process.
 
-    Of several, what `kept` has of one is taken, and what another finds is left there. An error in a process costs what
-    that process had not finished, and the others are measured all the same; Ctrl-C or SIGTERM keeps what was finished.
-    Raises what stopped the first process where it has finished nothing.
+    An error in a process costs what that process had not finished, and the others are measured all the same; Ctrl-C or
+    SIGTERM keeps what was finished. Raises what stopped the first process where it has finished nothing.
+
+    Args:
+        said: notes on the run as a whole.
+        earlier: has processes that are not measured again.
+        keep: gets what all processes have found so far, after each but the last.
     """
     settings = schema.build(schema.Measure, config.measure, "measure")
-    notes = []
+    notes = list(said)
     peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
     for key, what, count in (
@@ -55,14 +67,11 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
             notes.append(
                 f"{what} measured in {count} of {settings.processes} processes ({key}), because starting takes long."
             )
-    found: list[Findings] = []
+    found = [] if earlier is None else [earlier]
+    left = [index for index in range(settings.processes) if index not in {p.index for f in found for p in f.processes}]
     several = settings.processes > 1
-    for index in range(settings.processes):
+    for index in left:
         own = seeded(config, index)
-        earlier = kept.find(index, own) if kept is not None and several else None
-        if earlier is not None:
-            found.append(earlier)
-            continue
         steps.begin_process(index, settings.processes)
         started, clock = datetime.now(timezone.utc), time.monotonic()
         try:
@@ -76,11 +85,12 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
             seed=seed_of(settings.seed, 0, index),
             started=started.isoformat(timespec="seconds"),
             seconds=time.monotonic() - clock,
+            complete=findings.status == COMPLETE,
             **findings.gpu,
         )
-        found.append(replace(findings, processes=[about]))
-        if kept is not None and several:
-            kept.keep(index, own, found[-1])
+        found.append(_of(about, findings))
+        if index != left[-1]:
+            keep(merged(found, settings.processes, notes))
         if isinstance(findings.error, KeyboardInterrupt):
             break
     if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
@@ -208,16 +218,21 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
+def _of(about: ProcessInfo, findings: Findings) -> Findings:
+    rows: dict[str, Any] = {
+        name: [replace(row, process=about.index) for row in getattr(findings, name)] for name in OF_ALL
+    }
+    return replace(findings, processes=[about], **rows)
+
+
 def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Findings:
     """Numbers, gates and requests of all, in the order of the processes; what stands for one (steps, profiles, samples)
     is the first one's that has it. `planned`: so many there should be. `notes` are of the run as a whole."""
-    numbers = [about.index for findings in found for about in findings.processes]
     status, error = _status(found, planned)
     names = ("samples", "steps", "profiles", "kernels", "experts")
     of_one: dict[str, Any] = {name: next((part for f in found if (part := getattr(f, name))), ()) for name in names}
     of_all: dict[str, Any] = {
-        name: [replace(row, process=n) for n, f in zip(numbers, found, strict=True) for row in getattr(f, name)]
-        for name in ("rows", "requests", "gaps")
+        name: sorted((row for f in found for row in getattr(f, name)), key=lambda row: row.process) for name in OF_ALL
     }
     gates, worst = dict[Any, Gate](), dict[Any, ErrorGate]()
     for gate in (gate for f in found for gate in f.gates):
@@ -227,6 +242,7 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         at = one.variant, one.point
         worst[at] = max(worst.get(at, one), one, key=lambda gate: (math.isnan(gate.error), gate.error))
     visited = {point.name: point for f in found for point in f.points or ()}  # a search visits others in each
+    told = {n: of for f in found for n, of in apart(f.notes, [p.index for p in f.processes]).items()}
     return replace(
         found[0],
         **of_all,
@@ -235,26 +251,38 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         **of_one,
         status=status,
         error=error,
-        notes=[*notes, *said({f.processes[0].index: f.notes for f in found})],
+        notes=[*notes, *together({n: [note for note in told[n] if note not in notes] for n in sorted(told)})],
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
         points=list(visited.values()) or None,
-        processes=[about for f in found if f.rows for about in f.processes],
+        processes=sorted((about for f in found if f.rows for about in f.processes), key=lambda about: about.index),
     )
 
 
 def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException | None]:
     """Of one process as it says it; of several which ones are incomplete, and why."""
+    whole = sum(bool(about.complete) for f in found for about in f.processes)
     wrong = [(f.processes[0].index, f) for f in found if f.status != COMPLETE]
-    if planned == 1 or not wrong:
+    if planned == 1 or whole >= planned:
         return found[0].status, found[0].error
-    told = "; ".join(f"process {n + 1} of {planned}: {f.status.removeprefix('incomplete: ')}" for n, f in wrong)
-    return f"incomplete: {told}; {len(found) - len(wrong)} of {planned} {OF_PROCESSES}", wrong[0][1].error
+    told = [f"process {n + 1} of {planned}: {f.status.removeprefix('incomplete: ')}" for n, f in wrong]
+    status = f"incomplete: {'; '.join([*told, f'{whole} of {planned} {OF_PROCESSES}'])}"
+    return status, wrong[0][1].error if wrong else None
 
 
-def said(notes: Mapping[int, Sequence[str]]) -> list[str]:
+def together(notes: Mapping[int, Sequence[str]]) -> list[str]:
     """Notes by process. What all say is said once; else it stands with its process."""
     by: dict[str, list[str]] = {}
     for process, own in notes.items():
         for note in dict.fromkeys(own):
             by.setdefault(note, []).append(str(process + 1))
     return [note if len(who) == len(notes) else f"Process {', '.join(who)}: {note}" for note, who in by.items()]
+
+
+def apart(notes: Sequence[str], processes: Sequence[int]) -> dict[int, list[str]]:
+    """The notes of each of `processes`, of what `together` has made of them."""
+    by: dict[int, list[str]] = {process: [] for process in processes}
+    for note in notes:
+        named = OF_SOME.match(note)
+        for process in [int(n) - 1 for n in named[1].split(", ")] if named else processes:
+            by.setdefault(process, []).append(note[named.end() if named else 0 :])
+    return by

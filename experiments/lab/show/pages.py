@@ -90,7 +90,7 @@ def _strip(result: Result, since: Since) -> str:
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
-        "measured": f"{info.provenance.started[:10]}, {info.hardware}",
+        "measured": f"{info.measured}, {info.hardware}",
         "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
@@ -272,7 +272,7 @@ def _readme_table(results: Sequence[Result]) -> str:
     for result in best.values():
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
-        told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.provenance.started[:10]}, {info.hardware}"
+        told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.measured}, {info.hardware}"
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), measured))
     return wording.table(("", "found", "claims", "measured"), lines)
 

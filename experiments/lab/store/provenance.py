@@ -27,6 +27,7 @@ class ProcessInfo:
     power_w: float | None = None
     temperature_c: float | None = None
     busy_others: int | None = None  # other GPUs of the machine that computed for somebody else, the most at a time
+    complete: bool | None = None  # None in results older than this: as the run as a whole
 
 
 def commit(root: Path) -> str | None:

@@ -122,6 +122,12 @@ class RunInfo:
         return [(variant, point) for point in self.points for variant in self.variants]
 
     @property
+    def measured(self) -> str:
+        """The day, or the first and the last of those on which its processes began."""
+        days = sorted(started[:10] for started in [p.started for p in self.processes] or [self.provenance.started])
+        return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+    @property
     def is_simulated(self) -> bool:
         return self.hardware.startswith(SIMULATED)
 
