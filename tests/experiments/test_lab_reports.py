@@ -414,7 +414,11 @@ def test_a_report_says_what_was_found(tmp_path):
         result(
             gates=[equal("new", "concurrency=1"), different("new", "concurrency=8")],
             samples=(Sample(("base", "new"), "def f(", "x):\n    return `x` # ```"),),
-            notes=("The cache was warm.",),
+            notes=(
+                "The cache was warm.",
+                "base: a; b; c; d; e: left out, because of this.",
+                "a; b: left out, because so.",
+            ),
             workload={"kind": "trace", "cut": {"requests": 100}, "file": None},
             ceilings={"read_gb_s": 14.2},
         ),
@@ -435,7 +439,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "](figures/demo-cpu-speed.png)",
         "whole prompts and chunked prefill, 512 tokens a step, alike:",
         "````python",  # a fence longer than the one in the sample
-        "- The cache was warm.",
+        "- The cache was warm.\n- base: a; b and 3 more: left out, because of this.\n- a; b: left out, because so.\n",
         "Workload: kind trace, cut.requests 100.",
         "commit 0123456789ab, clean tree; python 3.11, torch 2.13.",
         "A CPU, 2 cores, 2 torch threads, 24 GiB RAM; 5 repeats.",

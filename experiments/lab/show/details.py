@@ -38,7 +38,7 @@ def details(result: Result) -> list[str]:
               for line in wording.verdicts(result)]  # fmt: skip
     folds = {
         "Remarks": result.remarks,
-        "Notes": "\n".join(f"- {note}" for note in info.notes),
+        "Notes": "\n".join(f"- {_short(note)}" for note in info.notes),
         "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result).others), *_steps(result)]),
         "Tables": "\n\n".join(grid.markdown() for grid in tables),
         "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
@@ -48,6 +48,13 @@ def details(result: Result) -> list[str]:
         "How it was measured, and how to run it again": _made(result),
     }
     return [fold(title, text) for title, text in folds.items()]
+
+
+def _short(note: str) -> str:
+    """Of many metrics that were left out for one reason, the first two by name."""
+    labels, because, why = note.partition(": left out, because ")
+    first = labels.split("; ")
+    return f"{'; '.join(first[:2])} and {len(first) - 2} more{because}{why}" if because and len(first) > 3 else note
 
 
 def fold(title: str, text: object) -> str:
