@@ -67,7 +67,7 @@ def test_the_answer_is_what_the_claims_name_in_plain_words():
     ("changes", "says"),
     [
         ({"repeats": 1}, "tokens/s 6,"),
-        ({"repeats": 1}, "(one valid repeat)"),
+        ({"repeats": 1}, "(1.50x; one valid repeat; at least 1.20x: not shown)"),
         ({"noise": 0.6, "seed": 1}, "no difference shown in tokens/s ("),
         ({"gates": [different("new", "concurrency=8")]}, "There is no answer: its tokens differ from the baseline's"),
         ({"claims": ()}, "Best in tokens/s, concurrency 8: chunked prefill, 512 tokens a step, 1.52x ["),
@@ -237,7 +237,32 @@ def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
 def test_a_bound_that_is_neither_kept_nor_missed_stands_in_the_answer():
     claim = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 219.0)
     given = result(claims=(claim,), noise=0.05, gates=[])
-    assert re.search(r"first token \d+ ms against \d+ \(0\.69\dx \[.*\]; at most 219 ms: not shown\)", sentence(given))
+    assert re.search(r"first token 219 ms against \d+ \(\[209, 226\]; at most 219 ms: not shown\)", sentence(given))
+
+
+def test_what_is_missed_or_lost_elsewhere_stands_in_the_answer():
+    def at(count, bound):
+        return Claim("output_tokens_per_s", "new", f"concurrency={count}", Bound.ratio_at_least, bound, "base",
+                     f"concurrency={count}")  # fmt: skip
+
+    given = result(sizes=(1, 2, 4, 8), claims=tuple(at(n, 1.2) for n in (1, 2)), gates=[], noise=0.001)
+    assert "worse" not in sentence(given)
+    slow = lambda r: (r.variant, r.metric, r.point) == ("new", "output_tokens_per_s", "concurrency=8")  # noqa: E731
+    lost = replace(given, rows=tuple(replace(r, value=0.4 * r.value) if slow(r) else r for r in given.rows))
+    assert re.search(r"concurrency 8: 0\.6\d\dx tokens/s \(.*\): 40 % worse; concurrency 2: 1\.5", sentence(lost))
+    claims = (*(at(n, 1.2) for n in (1, 2)), at(4, 1.3), at(8, 1.6))
+    missed = replace(given, info=replace(given.info, claims=claims))
+    assert re.search(r"concurrency 8: 1\.50x tokens/s \(.*; at least 1\.60x: missed\)", sentence(missed))
+
+
+def test_a_profile_that_is_missing_is_no_timed_pass():
+    def flag(why):
+        given = result()
+        return flags(replace(given, info=replace(given.info, status=f"incomplete: {why}")))[0]
+
+    assert flag("interrupted in profile 1 at batch 256; 12 of 13 rounds are kept").startswith("a profile is missing (")
+    cut = "process 2 of 3: interrupted in repeat 1 of 2; process 3 of 3: interrupted in profile 2 at b; 1 of 3"
+    assert flag(cut).startswith("INCOMPLETE (")
 
 
 def test_rows_that_no_claim_names_fill_the_picture_of_effects():
@@ -266,6 +291,8 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
     base = beside.format("whole prompts", r"1\.50", "vLLM, too")
     assert re.search(f"concurrency 8: {new}; {base}\\.$", line)
+    two = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.2, repeats=2)
+    assert re.search(r"4\.\d+x \[[\d.]+, [\d.]+\] as good as vLLM", pages._beside_others(two)[0]), "as two passes tell"
 
 
 # Tables
@@ -567,7 +594,8 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
     assert lines[header] == "| mechanism | CPU | kernels | small | 7B | served | GPUs |"
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
-    one = "[1.52x tokens/s (6,500 against 4,291)](demo.md)<br>claims: 2 supported"
+    against = "chunked prefill, 512 tokens a step against whole prompts: concurrency 8"
+    one = f"[{against}: 1.52x tokens/s (6,500 against 4,291)](demo.md)<br>claims: 2 supported"
     refuting = one.replace("2 supported", "1 supported, **1 refuted**, 3 commits since")
     served = one.replace("demo.md", "demo.small.http.md") + ", 3 commits since"
     assert cells == ["demo", one, "", "", refuting, served, one]
@@ -584,7 +612,7 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
 def test_the_index_warns_of_failed_gates(tmp_path):
     gates = [different("new", "concurrency=8")]
     index = (built(tmp_path, result(gates=gates, **PLAIN)) / "README.md").read_text()
-    assert "[no figure of tokens/s that counts (its tokens differ from the baseline's" in index
+    assert "concurrency 8: no figure of tokens/s that counts (its tokens differ from the baseline's" in index
     assert "**tokens differ from the baseline's**" in index
 
 

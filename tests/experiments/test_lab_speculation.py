@@ -248,9 +248,10 @@ def composed(both):
 @pytest.mark.parametrize(
     ("both", "says"),
     [
-        ([200, 202, 204], "1 bring more than the product (a+b 1.12x)."),
-        ([150, 152, 154], "1 bring less than the product (a+b 0.844x)."),
+        ([200, 202, 204], "1 brings more than the product (a+b 1.12x)."),
+        ([150, 152, 154], "1 brings less than the product (a+b 0.844x)."),
         ([170, 180, 190], "1 cannot be told from it."),
+        ([170], "1 has one valid repeat."),
     ],
 )
 def test_the_answer_says_which_gains_multiply(both, says):

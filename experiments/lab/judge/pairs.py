@@ -84,11 +84,14 @@ def sentence(result: Result) -> str:
     pairs = of(result, names[0]) if names else []
     if not pairs:
         return ""
-    told = []
-    for way in (1, -1, 0):
+    told, once = [], [pair for pair in pairs if pair.interaction.low is None]
+    for way in (1, -1):
         if own := [pair for pair in pairs if pair.interaction.told == way]:
             each = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
-            told.append(f"{len(own)} bring {TOLD[way]} ({each})" if way else f"{len(own)} cannot be told from it")
+            told.append(f"{len(own)} bring{'s' * (len(own) == 1)} {TOLD[way]} ({each})")
+    if alike := sum(pair.interaction.told == 0 for pair in pairs) - len(once):
+        told.append(f"{alike} cannot be told from it")
+    told += [f"{len(once)} {'has' if len(once) == 1 else 'have'} one valid repeat"] if once else []
     metric = result.info.metrics[names[0]].label
     return f"Of {len(pairs)} pairs, beside the product of their gains in {metric}: {'; '.join(told)}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import chain, product
 
@@ -13,7 +14,7 @@ from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
-PARTS = 3  # of a sentence: two that matter, and what it costs
+PARTS, MOST = 3, 4  # of a sentence: two that matter, and what it costs; with what was lost or missed
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
@@ -36,14 +37,20 @@ def sentence(result: Result) -> str:
         return text
     if not claimed:
         return _without_claims(result)
-    # The first, the next of another metric, and what guards against a loss; else whatever comes next.
+    # The first and where its variant loses; the next of another metric; what was missed; what guards against a loss;
+    # and while there is room whatever comes next.
     first, rest = claimed[0], claimed[1:]
+    worst = [each for each in [effects.worst_elsewhere(result, first)] if each is not None]
     others = [effect for effect in rest if effect.metric != first.metric][:1]
-    found = [first, *others, *[effect for effect in reversed(rest) if effect.guards and effect not in others][:1]]
-    found = [*found, *(effect for effect in rest if effect not in found)][:PARTS]
+    missed = [effect for effect in rest if effect.missed and effect not in others][:1]
+    guards = [effect for effect in reversed(rest) if effect.guards and effect not in [*others, *missed]][:1]
+    key = lambda effect: (effect.metric, effect.cell, effect.reference)  # noqa: E731
+    found = list({key(effect): effect for effect in [first, *worst, *others, *missed, *guards]}.values())[:MOST]
+    known = [key(effect) for effect in found]
+    found += [effect for effect in rest if key(effect) not in known][: max(0, PARTS - len(found))]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
-    return _capital("; ".join(_told_once(found, info)) + ".")
+    return _capital("; ".join(told_once(found, info)) + ".")
 
 
 def at_most(result: Result) -> list[str]:
@@ -71,18 +78,25 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
     if effect.at_another_point and effect.reference is not None:
         times = f"{wording.number(ratio.median)}x " if ratio else ""
         return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
+    asked = f"{effect.open}: not shown" if effect.open else f"{effect.missed}: missed" if effect.missed else ""
+    asked = asked if _own_target(effect) is None else asked.rpartition(": ")[2]
     if ratio is None or ratio.low is None:
         alone = ratio or effect.own
         why = "one valid repeat" if alone.n == 1 else "one process, all repeats alike" if alone.low is None else ""
-        return f"{short} {told}" + (f" ({why})" if why else "")
+        times = (f"{wording.number(ratio.median)}x" if ratio.median != 1 else "") if ratio else ""
+        times = _range(effect.own) if ratio is None and asked else times
+        about = "; ".join(filter(None, (times, why, asked)))
+        return f"{short} {told}" + (f" ({about})" if about else "")
     if effect.told == 0:
         gain = effect.gain
         loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
-    doubts = [f"{effect.open}: not shown"] if effect.open else []
-    unsure = bool(doubts) or (ratio.high is not None and ratio.high > WIDE * ratio.low)
+    # The interval that a bound was held against, of the value itself or of the ratio.
+    own = f"{_range(effect.own)}; " if effect.open and effect.is_absolute else ""
+    doubts = [f"{own}{asked}"] if asked else []
+    unsure = bool(effect.open and not own) or is_wide(ratio)
     times = wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x"
     if effect.better is Better.higher and not share:
         short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
@@ -95,23 +109,40 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
     return f"{short} {told}: {by}worse{doubt}"
 
 
+def is_wide(ratio: Estimate) -> bool:
+    return ratio.low is not None and ratio.high is not None and ratio.high > WIDE * ratio.low
+
+
+def _range(own: Estimate) -> str:
+    """`[82.8, 90.8]`; nothing without an interval."""
+    return wording.interval(own).partition(" ")[2]
+
+
 def figures(effect: effects.Effect, info: RunInfo) -> str:
     """`88.9 -> 13.4 ms` of a mechanism switched on, `13.4 ms against 88.9`; beside nothing `13.4 ms, target 15`."""
     if effect.own is None:
         return wording.NOTHING
     own = wording.middle(effect.own, effect.metric, info)
     if effect.base is None:
-        if effect.target is None or effect.reference is not None:  # that of a ratio is no target of a value
+        if (target := _own_target(effect)) is None:
             return own
-        return f"{own}, target {wording.value(effect.target, effect.metric, info, unit=False)}"
+        return f"{own}, target {wording.value(target, effect.metric, info, unit=False)}"
     base = wording.middle(effect.base, effect.metric, info, unit=False)
     return f"{base} -> {own}" if effect.beside in OFF else f"{own} against {base}"
+
+
+def _own_target(effect: effects.Effect) -> float | None:
+    """Of a value that stands beside nothing: that of a ratio is none."""
+    return effect.target if effect.base is None and effect.reference is None else None
 
 
 def flags(result: Result) -> list[str]:
     """What a reader must know before any number."""
     info = result.info
-    told = [] if info.status == COMPLETE else [f"INCOMPLETE ({info.status.removeprefix('incomplete: ')})"]
+    why = info.status.removeprefix("incomplete: ")
+    # Every timed pass is there where only a profile was cut off.
+    lacks = "a profile is missing" if re.search(r"in profile \d", why) and "in repeat" not in why else "INCOMPLETE"
+    told = [] if info.status == COMPLETE else [f"{lacks} ({why})"]
     told += [] if all(gate.passed for gate in info.gates) else ["tokens differ from the baseline's"]
     told += [] if all(gate.passed for gate in info.error_gates) else ["numbers are too far from the reference's"]
     return [*told, *marks.of(result)]
@@ -121,13 +152,13 @@ def badges(result: Result) -> list[str]:
     return [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
 
 
-def _told_once(found: list[effects.Effect], info: RunInfo) -> list[str]:
+def told_once(found: list[effects.Effect], info: RunInfo) -> list[str]:
     """Each in words, one subject after the other; who it is, against whom and where are said where they change."""
     subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
     parts, before = [], ("", "", "")
     for effect in sorted(found, key=lambda each: subjects.index(_who(each, info))):
         # A baseline that is the same engine without the mechanism need not be named.
-        other = "" if effect.at_another_point or effect.beside in OFF else effect.beside
+        other = "" if effect.at_another_point or effect.beside in OFF or effect.base is None else effect.beside
         who, _, at = here = (_who(effect, info), other, wording.point(effect.cell[1]))
         head = f"{who} against {other}" if other not in ("", before[1]) else who if here[:2] != before[:2] else ""
         parts.append(": ".join(part for part in (head, at if here != before else "", in_words(effect, info)) if part))

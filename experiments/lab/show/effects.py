@@ -40,6 +40,8 @@ class Effect:
     guards: bool = False  # a claim asks that nothing is lost, not that something is gained
     reason: str = ""  # why there is no figure that counts
     open: str = ""  # the bounds that its interval neither keeps nor misses, in words
+    missed: str = ""  # those that it misses
+    is_absolute: bool = False  # whether the claim bounds `own`, and not `ratio`
     beside: str = ""  # the label of the reference's variant
     verdict: Verdict = Verdict.inconclusive  # on the claims; inconclusive without any
 
@@ -81,10 +83,34 @@ def of_claims(result: Result) -> list[Effect]:
     for key, own in claims.items():
         effect = functools.reduce(_with_bound, [j.claim for j in own], between(result, *key, own[0].reason))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
-        unknown = [wording.bound(j.claim, result.info) for j in own if j.verdict is Verdict.inconclusive and j.estimate]
-        effect = replace(effect, verdict=_verdict(own), open=", ".join(unknown))
+        bounds: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+        for j in own:
+            bounds[j.verdict] += [wording.bound(j.claim, result.info)] if j.estimate else []
+        effect = replace(
+            effect,
+            verdict=_verdict(own),
+            open=", ".join(bounds[Verdict.inconclusive]),
+            missed=", ".join(bounds[Verdict.refuted]),
+            is_absolute=not own[0].claim.bound.is_ratio,
+        )
         found.append(replace(effect, target=None, aim=None) if both else effect)
     return found
+
+
+def worst_elsewhere(result: Result, effect: Effect) -> Effect | None:
+    """Where the mechanism costs most of the metric, of the points that `effect` is not of; None where it costs nothing
+    that is shown."""
+    info, (variant, point) = result.info, effect.cell
+    if effect.reference is None or effect.reference[0] != info.baseline or effect.at_another_point:
+        return None
+    others = [at for at in info.points if at != point and (variant, at) in info.cells]
+    found = [
+        between(result, effect.metric, (variant, at), (info.baseline, at))
+        for at in others
+        if not is_scheduled(effect.metric, at, info)
+    ]
+    worse = [each for each in found if each.told < 0 and each.gain is not None]
+    return min(worse, key=lambda each: each.gain.median if each.gain else 1.0, default=None)
 
 
 def shown(result: Result, most: int) -> list[Effect]:
@@ -105,8 +131,10 @@ def shown(result: Result, most: int) -> list[Effect]:
                 more = between(result, metric, cell, (info.baseline, cell[1]))
                 found += [more] if more.gain is not None else []
     of_variant = [effect.cell[0] for effect in found]
-    # Each variant has as many as there is room for, its first ones.
-    kept = sorted(range(len(found)), key=lambda n: of_variant[:n].count(of_variant[n]))[:most]
+    # Each variant has as many as there is room for: its first one, its last one, and those in between.
+    last = {name: n for n, name in enumerate(of_variant)}
+    turn = [of_variant[:n].count(name) for n, name in enumerate(of_variant)]
+    kept = sorted(range(len(found)), key=lambda n: 0.5 if turn[n] and n == last[of_variant[n]] else turn[n])[:most]
     metrics, places = [effect.metric for effect in found], list(info.points)
     order = lambda e: (metrics.index(e.metric), of_variant.index(e.cell[0]), places.index(e.cell[1]))  # noqa: E731
     return sorted((found[n] for n in kept), key=order)

@@ -128,7 +128,7 @@ def _power(result: Result) -> list[str]:
         found += [(power, effect)] if power and not alike else []
     if not found:
         return []
-    found.sort(key=lambda each: each[0].share)
+    found.sort(key=lambda each: (each[1].told != 0, each[0].share))  # of what shows no difference first
     least, *more = (f"{100 * power.share // 1:.0f} %" if power.share >= 0.01 else "less than 1 %" for power, _ in found)
     power, effect = found[0]
     (variant, point), one = effect.cell, effect.ratio is not None and effect.ratio.processes == 1
@@ -157,11 +157,12 @@ def _beside_others(result: Result) -> list[str]:
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
-                text = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)} ({theirs})"
+                gain = wording.interval(pair.gain, "x")
+                times = gain if answer.is_wide(pair.gain) else f"{wording.number(pair.gain.median)}x"
+                text = f"{times} as good as {_named(info, peer)} ({theirs})"
                 if pair.gain.low is None:
                     text = f"{text.removesuffix(')')}; no interval)"
                 elif not pair.told:
-                    gain = wording.interval(pair.gain, "x")
                     text = f"not told apart from {_named(info, peer)} ({theirs}; {gain} as good)"
                 compared.setdefault(f"{info.variants[own]} {ours}", []).append((pair.gain.median, text))
         if compared:  # the best peer first
@@ -204,8 +205,8 @@ ABOUT = """\
 What each mechanism was worth, by what it was measured on: *kernels* are calls on one GPU without a model, *small* and
 *7B* models on one, *served* is over HTTP; *with* names a run of settings of its own. A figure is of the first claim of
 its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them
-again. *Commits since* have touched the code that the page names, or its question, since it was measured; of what was
-*asked differently since* the claims are others by now. `python run.py stale` lists what is due.\
+again. *Commits since* have touched the code that the page names, or its question, since it was measured; *asked
+differently since* says that the experiment makes other claims today. `python run.py stale` lists what is due.\
 """
 
 
@@ -308,4 +309,4 @@ def _effect(result: Result) -> str:
         return f"{', '.join(most[:2])} at most"
     if found and effects.is_prediction(found[0], result.info) and (misses := grids.misses_in_words(result)):
         return misses.partition(";")[0].rstrip(".")
-    return answer.in_words(found[0], result.info) if found else sentence(result).partition(". ")[0]
+    return "; ".join(answer.told_once(found[:1], result.info)) if found else sentence(result).partition(". ")[0]
