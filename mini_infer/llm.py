@@ -11,7 +11,7 @@ from mini_infer.core.request import RequestOutput
 from mini_infer.runtime.llm_engine import LLMEngine, Params
 from mini_infer.runtime.text.prompt import ChatMessage, Prompt
 
-# Their name -> our setting. The sections of EngineConfig (cache={...}) are taken as they are.
+# Their name -> our setting. What _SECTIONS names (cache={...}) is taken as it is.
 _OPTIONS = {
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
@@ -27,9 +27,15 @@ _OPTIONS = {
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "enforce_eager": "graphs.capture",
+    "quantization": "model.quantization",
+    "kv_cache_dtype": "cache.dtype",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "max_loras": "lora.max_adapters",
+    "max_lora_rank": "lora.max_rank",
     "seed": "seed",
 }
-_SECTIONS = ("cache", "scheduler", "attention", "graphs", "speculation")
+_SECTIONS = ("cache", "scheduler", "attention", "graphs", "speculation", "parallel", "lora")
 
 
 class LLM:
@@ -40,7 +46,7 @@ class LLM:
 
     Args:
         model: as in `ModelConfig.path`.
-        options: vLLM's and nano-vllm's names for settings, or sections of EngineConfig.
+        options: vLLM's and nano-vllm's names for settings, or sections of EngineConfig (cache={...}).
 
     Raises:
         ConfigError: an option that is not known, or settings that cannot work.
@@ -70,8 +76,6 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     for name in [name for name in _SECTIONS if name in options]:
         values[name] = dict(options.pop(name))
     for name, value in options.items():
-        if name == "tensor_parallel_size" and value == 1:
-            continue
         if name not in _OPTIONS:
             known = ", ".join((*_OPTIONS, *_SECTIONS))
             raise ConfigError(f"LLM has no option {name!r}={value!r}. Known: {known}")

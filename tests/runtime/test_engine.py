@@ -11,6 +11,7 @@ from integrity import check_scheduler
 from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.config import When
 from mini_infer.core.request import FinishReason, RequestOutput
+from mini_infer.llm import _config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -191,8 +192,12 @@ def test_llm_takes_the_names_of_others() -> None:
     output = llm.generate(["Hello"], sampling_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
     assert len(output.outputs[0].token_ids) == 3
     assert llm.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 1})[0].finished
-    with pytest.raises(ConfigError, match=r"no option 'tensor_parallel_size'=2. Known: tokenizer"):
-        LLM("dry", load_format="dry", tensor_parallel_size=2)
+    others = {"kv_cache_dtype": "fp8", "quantization": "fp8", "max_loras": 2, "parallel": {"pipeline": 2}}
+    config = _config("a", {"tensor_parallel_size": 2, **others})
+    assert (config.parallel.tensor, config.parallel.pipeline, config.lora.max_adapters) == (2, 2, 2)
+    assert (config.cache.dtype, config.model.quantization) == ("fp8", "fp8")
+    with pytest.raises(ConfigError, match=r"no option 'trust_remote_code'=True. Known: tokenizer"):
+        LLM("dry", load_format="dry", trust_remote_code=True)
 
 
 def test_stop_string_ends_the_request_and_is_left_out(engine: LLMEngine) -> None:

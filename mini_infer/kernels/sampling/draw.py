@@ -120,7 +120,7 @@ def pick_tokens(scores: Tensor, draw: Draw | None) -> Tensor:
 
 
 def pick_rows(logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
-    """The reference of kernels.sample.sample_rows, with its arguments, on any device."""
+    """The reference of kernels.sampling.sample.sample_rows, with its arguments, on any device."""
     params = param_rows.cpu().contiguous().numpy().view(PARAM_COLUMNS)[:, 0]
     draw = Draw.of(params, positions.cpu().numpy(), logits.shape[1], lambda a: torch.tensor(a, device=logits.device))
     return pick_tokens(logits.float(), draw)
