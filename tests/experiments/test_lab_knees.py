@@ -160,6 +160,14 @@ def test_a_figure_of_some_points_alone_has_rows_at_others():
     assert told(alone) == "20"  # without its passes nobody knows what was missed
 
 
+def test_the_knee_stands_in_the_answer_although_no_claim_names_it():
+    result = searched([25, 30, 35], [25, 30, 35])
+    at = next(name for name in result.info.points if name != "search")
+    about = Claim("slo_share", "new", at, Bound.at_least, 0.9)
+    told = sentence(replace(result, info=replace(result.info, claims=(about,))))
+    assert told.endswith("; requests/s within the SLO 20 [20, 40].")
+
+
 def test_values_that_are_no_knees_are_estimated_as_ever():
     values = {(0, 0): 20.0, (0, 1): 40.0}
     knee = {turn: Kept(value, math.inf) for turn, value in values.items()}

@@ -50,7 +50,13 @@ def sentence(result: Result) -> str:
     found += [effect for effect in rest if key(effect) not in known][: max(0, PARTS - len(found))]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
-    return _capital("; ".join(told_once(found, info)) + ".")
+    parts = told_once(found, info)
+    if FOUND in info.metrics and not any(
+        effect.metric == FOUND for effect in claimed
+    ):  # where the knee of a search lies
+        knees = (result.estimate(first.cell[0], at, FOUND) for at in info.points)
+        parts += [f"{wording.short(FOUND, info)} {wording.interval(knee)}" for knee in knees if knee][:1]
+    return _capital("; ".join(parts) + ".")
 
 
 def at_most(result: Result) -> list[str]:
