@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests, result
 
+from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import effects, grids, pages, report, sweeps, wording
@@ -296,6 +297,23 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
 
 
 # Tables
+
+
+@pytest.mark.parametrize(
+    ("values", "processes", "told"),
+    [
+        ([46.0, 374.0], 1, "46x and 374x"),  # t with one degree of freedom: from 0.0002 to 87 million
+        ([374.0, 46.0], 2, "46x and 374x"),
+        ([1.0, 1.1], 1, "1.05x [0.572, 1.92]"),  # not ten times its lower end
+        ([0.0, 1.0], 1, "0x and 1x"),
+        ([46.0, 374.0, 110.0], 1, "110x [9.05, 1,691]"),
+        ([5.0, 5.0], 2, "5x [5, 5]"),
+        ([5.0], 1, "5x"),
+    ],
+)
+def test_two_values_stand_for_an_interval_that_says_less(values, processes, told):
+    turns = [(0, n) if processes == 1 else (n, 0) for n in range(len(values))]
+    assert wording.in_table(stats.absolute(dict(zip(turns, values, strict=True))), "x") == told
 
 
 def test_two_variants_stand_side_by_side():

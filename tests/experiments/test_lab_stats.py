@@ -120,6 +120,27 @@ def test_the_interval_of_a_share_is_made_of_shares():
     assert stats.absolute(by_turn([0.0], [0.001], [0.0]), share=True).low == 0
 
 
+def test_what_is_never_below_0_has_no_interval_below_it():
+    counts = by_turn([0.0, 0.0, 3.0], [0.0, 1.0, 0.0], [5.0, 2.0, 4.0])
+    found = stats.absolute(counts)
+    assert (found.low, found.median) == (0, 0)
+    assert found.high == stats.estimate([0.0, 0.0, 4.0]).high
+    assert stats.absolute({**counts, (0, 0): -1e-9, (0, 1): -1e-9}).low < 0
+
+
+def test_an_interval_that_ends_at_0_misses_the_truth_as_seldom():
+    """Of counts that are often 0: what lies below 0 cannot be the truth."""
+    rng, missed, clipped = np.random.default_rng(5), 0, 0
+    for _ in range(1500):
+        counts = by_turn(*rng.poisson(1.5, (5, 1)).astype(float))
+        found, whole = stats.absolute(counts), stats.estimate(list(counts.values()))
+        missed += not found.low <= 1.5 <= found.high
+        clipped += whole.low < found.low
+        assert (found.low <= 1.5 <= found.high) == (whole.low <= 1.5 <= whole.high)
+    assert clipped > 300
+    assert missed / 1500 <= 0.1
+
+
 @pytest.mark.parametrize("kind", ["normal", "drifting"])
 def test_a_slowdown_of_ten_percent_is_found_in_three_processes_of_two_repeats(kind):
     rng = np.random.default_rng(0)
@@ -136,9 +157,29 @@ def test_a_paired_ratio_cancels_what_slows_a_whole_repeat_down():
     assert (found.median, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
+def test_two_values_are_known_where_an_interval_rests_on_them():
+    ones = by_turn([1.0, 1.0])
+    assert stats.ratio(by_turn([9.0, 2.0]), ones).both == (2.0, 9.0)
+    means = stats.ratio(by_turn([2.0, 2.0], [9.0, 9.0]), by_turn([1.0, 1.0], [1.0, 1.0])).both  # they differ
+    assert means == pytest.approx((2.0, 9.0))
+    assert stats.absolute(by_turn([2.0, 3.0], [9.0, 9.0])).both == (2.5, 9.0)
+    assert stats.ratio(by_turn([9.0, 2.0, 3.0]), by_turn([1.0] * 3)).both == ()
+    knees, alike = by_turn([stats.Kept(2.0, 4.0), stats.Kept(40.0, 80.0)]), by_turn([stats.Kept(2.0, 4.0)] * 2)
+    assert stats.absolute(knees).both == stats.ratio(knees, alike).both == (), "their interval is of rates that missed"
+
+
 def test_a_ratio_takes_the_pairs_that_there_are():
     assert stats.ratio({(0, 0): 2.0, (0, 1): 3.0}, {(0, 1): 1.0, (1, 0): 1.0}) == stats.Estimate(3.0, None, None, 1)
     assert stats.ratio({(0, 0): 2.0}, {(0, 0): 0.0}) is None
+    assert stats.ratio({(0, 0): 2.0}, {(0, 1): 1.0}) is None
+
+
+def test_there_is_no_ratio_where_a_median_is_0():
+    """What is left out where the baseline is 0 would choose the pairs that count."""
+    goodput, other = by_turn([0.0, 0.0, 1.3, 0.0, 2.6]), by_turn([1.0, 2.0, 1.0, 1.0, 1.0])
+    assert stats.ratio(goodput, other) is None
+    assert stats.ratio(other, goodput) is None
+    assert stats.ratio(by_turn([0.0, 1.0, 2.0]), by_turn([1.0, 1.0, 1.0])).median == 1
 
 
 @pytest.mark.parametrize(

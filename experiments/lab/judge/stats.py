@@ -35,6 +35,7 @@ class Estimate:
     n: int  # values, of all processes
     processes: int = 1  # that the values come from
     beyond: str = ""  # "> " or "< " of a knee that lies outside of the searched range, of which `median` is the end
+    both: tuple[float, ...] = ()  # the values that it rests on, where they are two: an interval is wide then
 
     @property
     def told(self) -> int:
@@ -76,7 +77,8 @@ def estimate(values: Sequence[float]) -> Estimate:
         return Estimate(centre, centre, centre, n)
     y, back = _additive(values)
     middle, half = float(y.mean()), t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
-    return _around(centre, back(middle - half), back(middle + half), n)
+    found = _around(centre, back(middle - half), back(middle + half), n)
+    return replace(found, both=tuple(sorted(values))) if n == 2 else found
 
 
 def _additive(values: Sequence[float]) -> tuple[np.ndarray, Callable[[float], float]]:
@@ -108,19 +110,20 @@ def t_quantile(freedom: int) -> float:
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     """The median of the processes' medians, with the interval of what varies between them, or between the repeats of
-    one. That of a share stays between 0 and 1; that of knees reaches from rates that were kept to rates that were
-    missed, and is open where a knee lies outside of the range."""
+    one. That of values none of which is below 0 is not either, and that of a share stays below 1, too; that of knees
+    reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of the range."""
     found = estimate(independent(values))
     if _knees(values):  # from the rates that were kept up to those that were missed
         missed = independent(_missed(values))
         if found.low is not None:
             high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
-            found = replace(found, low=found.low if min(independent(values)) > 0 else 0.0, high=high)
+            found = replace(found, low=found.low if min(independent(values)) > 0 else 0.0, high=high, both=())
         end = float(median(missed))
         beyond = {"median": end, "beyond": "< "} if found.median == 0 else {"beyond": "> " if math.isinf(end) else ""}
         found = replace(found, **beyond)
-    if share and found.low is not None and found.high is not None:
-        found = replace(found, low=max(found.low, 0.0), high=min(found.high, max(1.0, found.median)))
+    if found.low is not None and found.high is not None:
+        low = max(found.low, 0.0) if min(values.values()) >= 0 else found.low
+        found = replace(found, low=low, high=min(found.high, max(1.0, found.median)) if share else found.high)
     return replace(found, n=len(values), processes=len(by_process(values)))
 
 
@@ -129,7 +132,7 @@ def factors(values: Mapping[Turn, float]) -> Estimate:
     they differ between processes, of what varies between processes."""
     found, judged = estimate(list(values.values())), estimate(_judged_by(values))
     if judged.low is not None and judged.high is not None:
-        found = _around(found.median, judged.low, judged.high, found.n)
+        found = replace(_around(found.median, judged.low, judged.high, found.n), both=judged.both)
     return replace(found, processes=len(by_process(values)))
 
 
@@ -143,12 +146,12 @@ def _judged_by(values: Mapping[Turn, float]) -> list[float]:
 
 def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate | None:
     """values / baseline, paired by process and repeat, over those that both have: what slows a whole repeat down
-    cancels out. None where no pair has a baseline above 0, or where a knee lies outside of the searched range."""
+    cancels out. None where the median of either is 0, or no pair has a baseline above 0: pairs that are left out then
+    would choose those that count. None, too, where a knee lies outside of the searched range."""
     shared = {turn: value for turn, value in values.items() if turn in baseline}
     if not in_range(shared) or not in_range({turn: baseline[turn] for turn in shared}):
         return None
-
-    if not _paired(shared, baseline):
+    if not _paired(shared, baseline) or 0 in (median(shared.values()), median(baseline[turn] for turn in shared)):
         return None
     return _between_knees(lambda values, baseline: factors(_paired(values, baseline)), shared, baseline)
 
@@ -210,7 +213,7 @@ def _between_knees(
     found = of(values, baseline)
     if not _knees(values):
         return found
-    return replace(found, low=of(values, _missed(baseline)).low, high=of(_missed(values), baseline).high)
+    return replace(found, low=of(values, _missed(baseline)).low, high=of(_missed(values), baseline).high, both=())
 
 
 def independent(values: Mapping[Turn, float]) -> list[float]:

@@ -68,6 +68,7 @@ _COUNTED = {  # settings: one, many
     "tokens": ("token", "tokens"),
     **{f"{of}_tokens": (f"{of} token", f"{of} tokens") for of in ("prompt", "prefix", "suffix")},
 }
+WIDE = 10.0  # times its lower end an interval of two values reaches: then a table has the two
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
@@ -159,6 +160,14 @@ def interval(estimate: Estimate, suffix: str = "") -> str:
     if estimate.low is None or estimate.high is None or alike:
         return middle
     return f"{middle} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def in_table(estimate: Estimate, suffix: str = "") -> str:
+    """As `interval`; `46.8 and 372` of two values whose interval spans more than a power of ten."""
+    low, high = estimate.low, estimate.high
+    if estimate.both and low is not None and high is not None and high > WIDE * low:
+        return " and ".join(f"{number(value)}{suffix}" for value in estimate.both)
+    return interval(estimate, suffix)
 
 
 def share(value: float) -> str:
