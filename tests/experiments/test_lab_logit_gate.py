@@ -249,7 +249,7 @@ def test_the_figures_stand_beside_the_speed(tmp_path):
     store.write(tmp_path / "results", given)
     report.rebuild(tmp_path / "results", tmp_path / "reports")
     text = (tmp_path / "reports/demo.md").read_text()
-    claim = "chunked prefill, 512 tokens a step: relative error at most 0.0200 against sdpa in fp32"
+    claim = "whole prompts and chunked prefill, 512 tokens a step: relative error at most 0.0200 against sdpa in fp32"
     assert f"| {claim} | **supported** | 0.00720; 38 of 39 greedy tokens agree | the gate |" in text
     assert "*error* is the largest relative error" in text
     assert store.read(tmp_path / "results/demo/own.in_process/cpu/default.json").info.error_gates == passed

@@ -12,6 +12,7 @@ from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests,
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.gate import ALONE, ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, flags, sentence
@@ -339,7 +340,7 @@ def test_predictions_stand_beside_what_was_measured_of_the_same_variant():
     rows = [replace(row, value=values[row.variant]) for row in given.rows]
     given = replace(given, rows=tuple(rows))
     (grid,) = Sheet(given).grids(["ttft_p50_ms"])
-    assert grid.header == ("variant", "median [95 %]", "ratio to baseline", "off by", "same tokens")
+    assert grid.header == ("variant", "median [95 %]", "ratio to baseline", "off by"), "no gate, no column of gates"
     assert [row[3] for row in grid.rows] == ["-", "+3.0%", "-", "-20.0%"]
     assert [row[2][:5] for row in grid.rows] == ["1", "1", "0.500", "0.388"], "to the baseline's prediction"
     (gains,) = grids.gains_predicted(given)
@@ -437,10 +438,57 @@ def test_missing_and_invalid_values_are_told_apart():
     assert Sheet(given).value("base", "concurrency=1", "ttft_p50_ms").endswith("(n=4)")
 
 
-def test_a_failed_gate_stands_beside_the_speed():
+def test_a_failed_gate_stands_beside_every_speed():
     sheet = Sheet(result(gates=[different("new", "concurrency=8")]))
     assert sheet.same_tokens("new", "concurrency=8") == "FAILED: 33.3 % of 3"
-    assert sheet.same_tokens("new", "concurrency=1") == "not compared"
+    assert sheet.same_tokens("new", "concurrency=1") == "-"
+    assert {grid.header[-1] for grid in sheet.grids(list(METRICS))} == {"same tokens"}
+    passed = Sheet(result()).grids(list(METRICS))  # without the column both points fit one table
+    assert [grid.header[-1] == "same tokens" for grid in passed] == [True, True, False, False]
+
+
+def test_a_column_of_gates_says_what_was_compared():
+    """A gate of a whole variant and that of a point are one figure; nothing is asked of a peer, or of the A/A arm."""
+    variants = {"base": "vLLM", "new": "ours", "base again": "vLLM again"}
+    alone = [replace(equal("new", point), against=f"{ALONE} (so)") for point in ("", "concurrency=8")]
+    (grid,) = Sheet(result(variants=variants, gates=alone, aa="base again", sizes=(8,))).grids(["ttft_p50_ms"])
+    assert grid.header[-1] == "gate: alone"
+    assert [row[-1] for row in grid.rows] == ["-", "all 1,800", "-"]
+    failed = [alone[0], replace(different("new", "concurrency=8"), against=alone[1].against)]
+    assert Sheet(result(gates=failed)).same_tokens("new", "concurrency=8") == "FAILED: 33.3 % of 3"
+    others = [replace(gate, against="one engine's") for gate in alone]
+    assert Sheet(result(gates=others)).grids(["ttft_p50_ms"])[0].header[-1] == "gate: one engine's"
+    # With timed tokens of another variant, `new` alone has been compared with nothing of the baseline's.
+    timed = [*alone, replace(alone[0], variant="other"), equal("other", "concurrency=8")]
+    (grid,) = Sheet(result(variants={**VARIANTS, "other": "c"}, gates=timed, sizes=(8,))).grids(["ttft_p50_ms"])
+    assert grid.header[-1] == "same tokens"
+    assert [row[-1] for row in grid.rows] == ["baseline", "as alone", "all 900"]
+    elsewhere = Sheet(result(variants={**VARIANTS, "other": "c"}, gates=timed))
+    assert elsewhere.same_tokens("base", "concurrency=1") == "-", "nothing was compared with it there"
+
+
+def test_gates_that_ask_the_same_and_passed_are_one_line():
+    variants = {"base": "off", "a": "one", "b": "two", "c": "three"}
+    gates = [equal(variant, point) for variant in "ab" for point in ("concurrency=1", "concurrency=8")]
+    gates += [equal("c", "concurrency=1"), different("c", "concurrency=8")]
+    gates += [replace(equal(variant, ""), against=f"{ALONE} (so)") for variant in "abc"]
+    bounds = {"a": 0.02, "b": 0.02, "c": 0.03}
+    errors = [ErrorGate(name, None, 0.001 * n, bounds[name], "fp32", n, 9) for n, name in enumerate("abc", 1)]
+    lines = wording.verdicts(result(variants=variants, gates=gates, error_gates=errors, claims=()))
+    assert [line[:3] for line in lines] == [
+        ("one and two: the same greedy tokens as off, at all 2 points", "supported", "3,600 of 3,600 tokens"),
+        ("three: the same greedy tokens as off at concurrency=1", "supported", "900 of 900 tokens"),
+        ("3 variants, all passed: every request gets the tokens that it gets alone (so)", "supported",
+         "2,700 of 2,700 tokens"),
+        ("three: the same greedy tokens as off at concurrency=8", "refuted",
+         "1 of 3 tokens (first difference: request 0, token 1: 2 became 5)"),
+        ("one and two: relative error at most 0.0200 against fp32", "supported",
+         "0.00200; 2 of 9 greedy tokens agree"),
+        ("three: relative error at most 0.0300 against fp32", "supported", "0.00300; 3 of 9 greedy tokens agree"),
+    ]  # fmt: skip
+    failed = [different(variant, "concurrency=8") for variant in "ab"]
+    lines = wording.verdicts(result(variants=variants, gates=failed, claims=()))
+    assert [line.claim[:5] for line in lines] == ["one: ", "two: "]
 
 
 def test_a_bar_in_a_name_breaks_no_table():

@@ -18,8 +18,9 @@ FRESH = "every measurement starts from a fresh engine that is warmed up on other
 RATIO = "A ratio is taken repeat by repeat; its median need not be the quotient of the medians that stand beside it."
 PREDICTED = "A prediction's ratio is to the baseline's prediction."
 TOKENS = """\
-Before a variant's speed counts, what it answers under load is compared with what each request gets alone, and where
-numbers do not depend on the batch, the tokens of the timed passes with the baseline's (*same tokens*)."""
+Before a variant's speed counts, what it answers under load is compared with what each request gets alone (*gate: alone*
+has all tokens of a variant's gates), and where numbers do not depend on the batch, the tokens of the timed passes with
+the baseline's (*same tokens*)."""
 ERRORS = """\
 *error* is the largest relative error of a row, ||x - reference|| / ||reference||, against a reference that computes the
 same in fp32."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
+from experiments.lab.judge.gate import ALONE
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import effects, wording
 from experiments.lab.spec import BOUND, ESTIMATE, PREDICTED, STEPS
@@ -80,9 +81,6 @@ class Sheet:
             self._lacking[cell] = max(self._lacking.get(cell, FEW), why, key=(FEW, INVALID, ABSENT).index)
         misses = prediction.misses(result.rows, predictions_of(result.info))
         self._misses = {(m.variant, m.point, m.metric): m.by for m in misses}
-        # Of several gates at a point, the one against the baseline in the timed passes.
-        ordered = sorted(result.info.gates, key=lambda gate: not gate.against)
-        self._gates = {(gate.variant, gate.point): gate for gate in ordered}
 
     def grids(self, names: Sequence[str]) -> list[Grid]:
         """Nearness to the hardware's limits stands beside the first metric, if it fits. One variant has one table."""
@@ -106,13 +104,13 @@ class Sheet:
         speeds = [name for name in measured if name not in ROOFLINE]
         limits = [name for name in ROOFLINE if name in measured]
         for beside in (limits, [n for n in limits if n != "floor_ms"], [n for n in limits if n == "mbu"]):
-            first = self._long(speeds[0], beside) if speeds and beside else None
+            first = self._long(speeds[0], True, beside) if speeds and beside else None
             if first is not None and first.width <= SCREEN:
                 others = [*speeds[1:], *(name for name in limits if name not in beside)]
-                return [first, *(grid for name in others for grid in self._of(name))]
-        return [grid for name in (*speeds, *limits) for grid in self._of(name)]
+                return [first, *(grid for name in others for grid in self._of(name, False))]
+        return [grid for place, name in enumerate([*speeds, *limits]) for grid in self._of(name, place == 0)]
 
-    def _of(self, name: str) -> list[Grid]:
+    def _of(self, name: str, first: bool) -> list[Grid]:
         """Acceptance by place is one table. Two variants stand side by side, one row a point; more of them below each
         other; and where names are too long for that, each point has its own table."""
         info, points = self.info, self._points(name)
@@ -126,15 +124,15 @@ class Sheet:
             columns = {"point": _point}
             of_variant = lambda own, _, point, metric: self.value(own, point, metric)  # noqa: E731
             columns |= {label: partial(of_variant, v) for v, label in info.variants.items()}
-            columns |= {"ratio": self.ratio, "same tokens": self.same_tokens}
+            columns |= {"ratio": self.ratio, **self._gate(first)}
             (other,) = (variant for variant in info.variants if variant != info.baseline)
             wide = _grid(metric_title(info.metrics[name]), columns, [(other, point, name) for point in points])
             if wide.width <= SCREEN:
                 return [wide]
-        joined = self._long(name)
-        return [joined] if joined.width <= SCREEN else [self._long(name, points=[point]) for point in points]
+        joined = self._long(name, first)
+        return [joined] if joined.width <= SCREEN else [self._long(name, first, points=[point]) for point in points]
 
-    def _long(self, name: str, beside: Sequence[str] = (), points: Sequence[str] = ()) -> Grid:
+    def _long(self, name: str, first: bool, beside: Sequence[str] = (), points: Sequence[str] = ()) -> Grid:
         info = self.info
         points = points or self._points(name)
         columns = self._named(len(points) > 1, len(info.variants) > 1) | {"median [95 %]": self.value}
@@ -144,8 +142,7 @@ class Sheet:
             columns[f"ratio to {label if len(label) <= LONG_LABEL and not off else 'baseline'}"] = self.ratio
         if off:  # of what a simulated variant says, against the measured one of the same name
             columns["off by"] = lambda *cell: self._misses.get(cell, wording.NOTHING)
-        if info.baseline is not None and (info.gates or not info.error_gates):  # kernels give no tokens
-            columns["same tokens"] = self.same_tokens
+        columns |= self._gate(first) if info.baseline is not None else {}
         if info.error_gates:
             columns["error"] = self.error
         for other in beside:
@@ -185,15 +182,27 @@ class Sheet:
         told = (f"{'' if gate.passed else 'FAILED: '}{wording.number(gate.error)}" for gate in gates)
         return next(told, wording.NOTHING)
 
+    def _gate(self, first: bool) -> Columns:
+        """The gates of tokens, beside the first metric; beside every speed where one has failed."""
+        gates = self.info.gates if first or not all(gate.passed for gate in self.info.gates) else ()
+        against = [gate.against for gate in gates]
+        if not against:
+            return {}
+        other = "alone" if against[0].startswith(ALONE) else against[0]
+        return {"same tokens" if "" in against else f"gate: {other}": self.same_tokens}
+
     def same_tokens(self, variant: str, point: str, _: str = "") -> str:
-        gate = self._gates.get((variant, point)) or self._gates.get((variant, ""))
-        if variant == self.info.baseline and (gate is None or gate.against):
-            return "baseline" if gate is None or gate.passed else "FAILED"
-        if gate is None:
-            return "not compared"
-        exact = gate.first_difference is None
-        figure = f"all {gate.total_tokens:,}" if exact else f"{wording.share(gate.share)} of {gate.total_tokens:,}"
-        return figure if gate.passed else f"FAILED: {figure}"
+        """As the baseline's in the timed passes, where any were compared; of who was not, what his own gates say."""
+        own = [gate for gate in self.info.gates if gate.covers(variant, point)]
+        if failed := next((gate for gate in own if not gate.passed), None):
+            return f"FAILED: {wording.share(failed.share)} of {failed.total_tokens:,}"
+        timed = [gate for gate in self.info.gates if not gate.against]
+        if variant == self.info.baseline and any(gate.covers(gate.variant, point) for gate in timed):
+            return "baseline"
+        told = [gate for gate in own if gate in timed] or own
+        if not told or (timed and told[0].against):
+            return "as alone" if told else wording.NOTHING
+        return f"all {sum(gate.total_tokens for gate in told):,}"
 
     def _points(self, metric: str) -> list[str]:
         """Those that have anything to say of it: a value, or why there is none that counts."""

@@ -211,13 +211,15 @@ class Line(NamedTuple):
 
 
 def verdicts(result: Result) -> list[Line]:
-    """One for a variant's gates that passed, for each other gate, and for each claim."""
-    gates: dict[tuple[str, ...], list[Any]] = {}
-    for gate in sorted(result.info.every_gate, key=lambda gate: (isinstance(gate, ErrorGate), not gate.passed)):
+    """One for all gates that passed and ask the same, for each other gate, and for each claim."""
+    info, of_variant, alike = result.info, dict[tuple[str, ...], list[Any]](), dict[tuple[str, ...], list[Any]]()
+    for gate in sorted(info.every_gate, key=lambda gate: (isinstance(gate, ErrorGate), not gate.passed)):
         kind = (gate.variant, type(gate).__name__, "" if isinstance(gate, ErrorGate) else gate.against)
-        gates.setdefault(kind if gate.passed else (*kind, str(gate.point)), []).append(gate)
-    return [*(_of_gates(alike, result.info) for alike in gates.values()),
-            *(of_claim(judged, result.info) for judged in result.judgements)]  # fmt: skip
+        of_variant.setdefault(kind if gate.passed else (*kind, str(gate.point)), []).append(gate)
+    for gates in of_variant.values():
+        alike.setdefault((_asked(gates, info), "" if gates[0].passed else gates[0].variant), []).extend(gates)
+    return [*(_of_gates(asked, gates, info) for (asked, _), gates in alike.items()),
+            *(of_claim(judged, info) for judged in result.judgements)]  # fmt: skip
 
 
 def counted(result: Result) -> str:
@@ -226,26 +228,33 @@ def counted(result: Result) -> str:
     return ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
 
 
-def _of_gates(gates: Sequence[Any], info: RunInfo) -> Line:
-    """Of one variant and kind; they are several where all have passed."""
-    first, count, label = gates[0], len(gates), info.variants[gates[0].variant]
+def _asked(gates: Sequence[Any], info: RunInfo) -> str:
+    """By the gates of one variant and kind, and where."""
+    first, count = gates[0], len(gates)
+    every = "all " if count == len(info.points) else ""
+    where = f", at {every}{count} points" if count > 1 else f" at {first.point}" if first.point else ""
     if isinstance(first, ErrorGate):
-        claim = f"{label}: relative error at most {number(first.allowed)} against {first.against}"
+        return f"relative error at most {number(first.allowed)} against {first.against}{where}"
+    if not first.against:
+        return f"the same greedy tokens as {info.variants.get(str(info.baseline), '')}{where}"
+    against = first.against.replace(ALONE, "the tokens that it gets alone")
+    return f"every request gets {against if against != first.against else f'{against} tokens'}{where}"
+
+
+def _of_gates(asked: str, gates: Sequence[Any], info: RunInfo) -> Line:
+    """They are several where all have passed."""
+    first, variants = gates[0], {gate.variant: info.variants[gate.variant] for gate in gates}
+    if isinstance(first, ErrorGate):
         worst = max(gates, key=lambda gate: gate.error)
         agreed = f"; {worst.equal_rows:,} of {worst.rows:,} greedy tokens agree" if worst.rows else ""
         measured = f"{number(worst.error)}{agreed}"
     else:
-        other = f"generates the same greedy tokens as {info.variants.get(str(info.baseline), '')}"
-        against = first.against.replace(ALONE, "the tokens that it gets alone")
-        against = against if against != first.against else f"{against} tokens"
-        claim = f"{label} {f'gives every request {against}' if first.against else other}"
         measured = f"{sum(g.equal_tokens for g in gates):,} of {sum(g.total_tokens for g in gates):,} tokens"
-        if count == 1 and (at := first.first_difference) is not None:
+        if (at := first.first_difference) is not None:
             where = f"request {at.request}, token {at.position}"
             measured += f" (first difference: {where}: {at.expected} became {at.got})"
-    every = "all " if count == len(info.points) else ""
-    where = f", at {every}{count} points" if count > 1 else f" at {first.point}" if first.point else ""
-    return Line(claim + where, (Verdict.supported if first.passed else Verdict.refuted).value, measured, "the gate")
+    who = " and ".join(variants.values()) if len(variants) < 3 else f"{len(variants)} variants, all passed"
+    return Line(f"{who}: {asked}", (Verdict.supported if first.passed else Verdict.refuted).value, measured, "the gate")
 
 
 def of_claim(judged: Judgement, info: RunInfo) -> Line:
