@@ -47,8 +47,8 @@ CASES: dict[str, type[Case]] = {
 }
 METRICS = {
     "time_us": Metric("time of a call", "µs", Better.lower),
-    "gb_s": Metric("bytes a second", "GB/s", Better.higher),
-    "mbu": Metric("memory bandwidth utilization", "", Better.higher, share=True),
+    "gb_s": Metric("useful bytes a second", "GB/s", Better.higher),
+    "mbu": Metric("useful share of the memory bandwidth", "", Better.higher, share=True),
     "tflop_s": Metric("operations a second", "TFLOP/s", Better.higher),
     "mfu": Metric("compute utilization", "", Better.higher, share=True),
 }

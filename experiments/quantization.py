@@ -30,6 +30,7 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
 from experiments.lab.points import Point
+from experiments.lab.show import wording
 from experiments.lab.show.progress import Steps
 from experiments.lab.show.sweeps import Beside
 from experiments.lab.spec import Count, ExperimentSpec
@@ -73,7 +74,7 @@ METRICS = {
     "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
     "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
     "share_of_rtn": Metric("KL, as a share of that of RTN in the same format", "", Better.lower, share=True),
-    "free_agreement": Metric("generated tokens before the first difference", "", Better.higher, share=True),
+    "free_agreement": Metric("share of generated tokens before the first difference", "", Better.higher, share=True),
     "compiles": Metric("functions that are Python with what was generated", "", Better.higher, share=True),
     "bits_per_weight": Metric("bits a weight of the layers, scales included", "bits", Better.lower),
     "memory_saved": Metric("bytes of weights saved", "", Better.higher, share=True),
@@ -381,9 +382,10 @@ class _Study:
                 return teacher_forced(reading, self.logits_of(model)).divergence
 
             self._sensitivity[variant] = sensitivities(self.copied(), layers, recipe, divergence)
-            worst = ", ".join(worth_leaving(self._sensitivity[variant], weights, 1.0)[:NAMED])
+            paths = [name.split(".") for name in worth_leaving(self._sensitivity[variant], weights, 1.0)[:NAMED]]
+            named = ", ".join(f"{path[-1]} of layer {path[2]}" for path in paths)  # model.layers.4.self_attn.v_proj
             label = self._spec.variants[variant].get("label", variant)
-            self.notes.append(f"{label}: what is worth leaving in bf16, the first first: {worst}.")
+            self.notes.append(f"{label}: layers that gain most by staying in bf16{wording.RANKED}{named}.")
         return worth_leaving(self._sensitivity[variant], weights, share)
 
 

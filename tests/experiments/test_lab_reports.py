@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests, result
 
-from experiments.lab.judge import stats
+from experiments.kernels import METRICS as OF_KERNELS
+from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ALONE, ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, grids, pages, report, sweeps, wording
+from experiments.lab.show import details, effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, flags, sentence
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
-from experiments.lab.show.older import in_todays_words
+from experiments.lab.show.older import LABELS, in_todays_words
 from experiments.lab.show.pages import screen
 from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
 from experiments.lab.store.rows import Row
+from experiments.quantization import METRICS as OF_QUANTIZATION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take some seconds
 
@@ -800,6 +802,34 @@ def test_an_old_result_is_told_in_todays_words():
         "The host's speed changed by 6 % during 1 of 6 passes.",
         "In 2 passes steps look too short, since an end before them was read late: up to 4 % of a pass's.",
     )
+    old = {"mbu": Metric("memory bandwidth utilization", "", Better.higher)}
+    notes = (
+        "vLLM: memory bandwidth utilization; engine steps: left out, because so.",
+        "A: memory bandwidth utilization.",
+    )
+    limits = ("A small model: short steps; at 7B the same gap is a tenth of that share.",)
+    target = "GPU idle between decode steps at most 3 %"
+    told = in_todays_words(result(metrics=old, rows=[], claims=(), notes=notes, limits=limits, target=target)).info
+    assert told.metrics["mbu"].label == formulas.describe("mbu").label != old["mbu"].label
+    assert told.notes == ("vLLM: useful share of the memory bandwidth; engine steps: left out, because so.", notes[1])
+    assert told.limits == ("A small model: short steps.",)
+    assert told.target == "GPU idle between decode steps, under the profiler, at most 3 %"
+    today = [*OF_QUANTIZATION.values(), *OF_KERNELS.values(), *map(formulas.describe, formulas.SERVING)]
+    assert set(LABELS.values()) <= {metric.label for metric in today}
+    assert not set(LABELS) & {metric.label for metric in today}, "an older label that is written today"
+
+
+def test_what_processes_rank_is_one_line_in_words_of_today():
+    """By the sum of places, where the first process names another one first: b has 1, a 5 and c 6."""
+    layer = "model.layers.{}.mlp.{}_proj".format
+    a, b, c = layer(4, "up"), layer(0, "down"), layer(11, "gate")
+    old = "Process {}: int4, groups: what is worth leaving in bf16, the first first: {}, {}."
+    notes = ("First.", *(old.format(n, *own) for n, own in ((1, (c, b)), *((n, (b, a)) for n in (2, 3, 4)))), "Last.")
+    told = list(details._notes(in_todays_words(result(notes=notes)).info.notes))
+    best = "down_proj of layer 0, up_proj of layer 4 (by mean place in 4 processes)"
+    assert told == ["First.", f"int4, groups: layers that gain most by staying in bf16, best first: {best}.", "Last."]
+    (alone,) = details._notes(in_todays_words(result(notes=notes[2:3])).info.notes)
+    assert alone.endswith("best first: down_proj of layer 0, up_proj of layer 4.")
 
 
 def test_settings_that_a_page_tells_elsewhere_are_not_its_name():

@@ -15,6 +15,7 @@ from torch import Tensor
 from experiments import quantization
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.logit_gate import leave_activations
+from experiments.lab.show.details import RANKING
 from experiments.quantization import FEW, STEPS, Quantization
 from mini_infer.core.config import CacheDType
 from mini_infer.kernels import ops
@@ -49,6 +50,21 @@ def test_an_engine_generates_what_was_measured(gates, variant: str, tokens: int,
     assert of_tokens[0].total_tokens == 2 * FEW * STEPS, "in company, twice"
     assert all(gate.total_tokens == 4 * 16 for gate in of_tokens[1:]), "all that was generated"
     assert all(0 < gate.error < gate.allowed < 0.2 and gate.rows == FEW * (STEPS + 1) for gate in of_logits)
+
+
+def test_what_is_worth_leaving_is_noted_for_a_reader(compose_config, monkeypatch) -> None:
+    """As `RANKING` reads what processes have noted."""
+    alike = lambda model, layers, *_: {name: 1.0 for layer in layers for name in layer.weights}  # noqa: E731
+    monkeypatch.setattr(quantization, "sensitivities", alike)
+    made = Quantization.from_config(compose_config(*SMALL))
+    with torch.no_grad():
+        left = made._study._worth_leaving("w8a8", made._recipes["w8a8"], 0.5)
+    (note,) = made._study.notes
+    head, names = RANKING.fullmatch(note).groups()
+    assert head == "w8a8 RTN: layers that gain most by staying in bf16, best first: "
+    first = [(path[-1], path[2]) for path in (name.split(".") for name in left)]
+    assert names.split(", ")[:4] == [f"{linear} of layer {layer}" for linear, layer in first][:4]
+    assert names.startswith("q_proj of layer 0, k_proj of layer 0, ")
 
 
 def _with_zeros_dropped(tensors: dict[str, Tensor]) -> None:

@@ -227,9 +227,9 @@ SERVING: dict[str, Formula] = {
         lambda s, _: _mean([_all_tokens(s)], sum(len(set(r.token_times)) for r in s.requests)))),
     "client_busy": of_pass("share of the time that the busiest process of the load client computes", "", LOWER,
                            _over_http(lambda served, host: host.client_busy), share=True),
-    "gpu_idle_share": of_pass("share of a decode step that the GPU waits for the next", "", LOWER,
+    "gpu_idle_share": of_pass("share of a decode step that the GPU waits for the next, under the profiler", "", LOWER,
                               lambda s, c: NOT_PROFILED, share=True),
-    "mbu": of_pass("memory bandwidth utilization", "", HIGHER, partial(
+    "mbu": of_pass("useful share of the memory bandwidth", "", HIGHER, partial(
         _roofline, lambda floors, s: sum(f.memory_s for f in floors) / s), share=True),
     "mfu": of_pass("compute utilization", "", HIGHER, partial(
         _roofline, lambda floors, s: sum(f.compute_s for f in floors) / s), share=True),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import wording
@@ -24,6 +25,7 @@ the baseline's (*same tokens*)."""
 ERRORS = """\
 *error* is the largest relative error of a row, ||x - reference|| / ||reference||, against a reference that computes the
 same in fp32."""
+RANKING = re.compile(rf"(?:Process [\d, ]+: )?(.*{wording.RANKED})(.*)\.")  # a note
 SAMPLES = "Each prompt, and the greedy text that followed, cut at the length that was asked for."
 STATISTICS = """\
 Tables give the median of the processes' medians over their repeats, or of one process's repeats, and in brackets a 95 %
@@ -39,7 +41,7 @@ def details(result: Result) -> list[str]:
               for line in wording.verdicts(result)]  # fmt: skip
     folds = {
         "Remarks": result.remarks,
-        "Notes": "\n".join(f"- {_short(note)}" for note in info.notes),
+        "Notes": "\n".join(f"- {note}" for note in _notes(info.notes)),
         "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result).others), *_steps(result)]),
         "Tables": "\n\n".join(grid.markdown() for grid in tables),
         "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
@@ -49,6 +51,19 @@ def details(result: Result) -> list[str]:
         "How it was measured, and how to run it again": _made(result),
     }
     return [fold(title, text) for title, text in folds.items()]
+
+
+def _notes(notes: Iterable[str]) -> Iterator[str]:
+    """Each in short; and what several processes rank, each for itself, in one line, by its mean place."""
+    ranked: dict[str, list[list[str]]] = {}
+    for note in notes:
+        found = RANKING.fullmatch(note)
+        ranked.setdefault(found[1] if found else _short(note), []).append(found[2].split(", ") if found else [])
+    for head, lists in ranked.items():
+        place = {name: sum(own.index(name) if name in own else len(own) for own in lists) for name in chain(*lists)}
+        best = ", ".join(sorted(place, key=lambda name: place[name])[: len(lists[0])])
+        over = f" (by mean place in {len(lists)} processes)" if len(lists) > 1 else ""
+        yield f"{head}{best}{over}." if best else head
 
 
 def _short(note: str) -> str:

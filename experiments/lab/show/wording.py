@@ -30,7 +30,7 @@ _SHORT = {  # what a metric is called where a line has no room
     "requests_per": "requests/s",
     "kv_utilization": "KV slots in use",
     "batch_size": "requests at once",
-    "gpu_idle_share": "GPU idle",
+    "gpu_idle_share": "GPU idle under the profiler",
     "acceptance": "tried drafts accepted",
     "accepted_of_drafted": "drafts accepted",
     "exchange_mb": "bytes sent to experts",
@@ -45,9 +45,9 @@ _SHORT = {  # what a metric is called where a line has no room
     "formula_share": "measured / theory",
     "client_busy": "load of the client",
     "slo_rate": "requests/s within the SLO",
-    "mbu": "bandwidth used",
+    "mbu": "useful bandwidth",
     "mfu": "compute used",
-    "agreement": "greedy tokens equal to the reference's",
+    "agreement": "next tokens equal, teacher-forced",
     "perplexity_increase_pct": "rise of perplexity",
     "share_of_rtn": "KL as a share of RTN's",
     "read_gb": "reading",
@@ -69,6 +69,7 @@ _COUNTED = {  # settings: one, many
     **{f"{of}_tokens": (f"{of} token", f"{of} tokens") for of in ("prompt", "prefix", "suffix")},
 }
 WIDE = 10.0  # times its lower end an interval of two values reaches: then a table has the two
+RANKED = ", best first: "  # begins what a process ranks in a note
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
