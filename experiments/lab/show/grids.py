@@ -192,7 +192,7 @@ class Sheet:
         return {"same tokens" if "" in against else f"gate: {other}": self.same_tokens}
 
     def same_tokens(self, variant: str, point: str, _: str = "") -> str:
-        """As the baseline's in the timed passes, where any were compared; of who was not, what his own gates say."""
+        """As the baseline's in the timed passes, where any were compared; else whether its own gates passed."""
         own = [gate for gate in self.info.gates if gate.covers(variant, point)]
         if failed := next((gate for gate in own if not gate.passed), None):
             return f"FAILED: {wording.share(failed.share)} of {failed.total_tokens:,}"
