@@ -15,7 +15,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import wording
@@ -184,15 +183,13 @@ def _by_setting(result: Result, points: Sequence[str]) -> tuple[str, list[str]]:
 
 
 FORMULA = "formula_tokens_per_s"
-COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
 
 def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
-    """Speed-up over the baseline, measured, as points with intervals, and by Leviathan's formula, as lines through
-    them. It knows the measured costs of steps and the acceptance, and nothing of the times of passes with drafts:
-    over a setting, a series a variant, it is its tokens per second for the rows that each step had, over those measured
-    of the baseline; over a metric (acceptance), a series a point, through its variants, it is that of a full batch.
-    False where there is nothing to show."""
+    """Speed-up over the baseline, measured, as points with intervals, and by Leviathan's formula, as lines. Everywhere
+    that is its tokens per second, for the rows and the acceptance that the pass's steps had and the costs measured
+    before it, over those measured of the baseline: over a setting a series a variant, over a metric (acceptance) a
+    series a point. False where there is nothing to show."""
     info, key, places = result.info, str(panel.x), list[float]()
     metric, setting = info.metrics.get(key), sorted((at[key], name) for name, at in info.points.items() if key in at)
     if metric:
@@ -213,9 +210,7 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         style = line_style(row, 0) | y.caps | {"linestyle": "none"}
         dots, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=label, **style)
         frame.says(dots, [tip(label, plain(place), repeats, stats.factors) for place, repeats in measured])
-        line = [(place, median(ratios.values())) for place, ratios in told]
-        if metric:
-            line = _of_acceptance(min(x), max(x), cells, result)
+        line = sorted((place, median(ratios.values())) for place, ratios in told)
         ax.plot([place for place, _ in line], [ratio for _, ratio in line], color=style["color"], linewidth=1.1)
         places += x
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
@@ -229,16 +224,6 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")
     return bool(places)
-
-
-def _of_acceptance(low: float, high: float, cells: Sequence[tuple[str, str]], result: Result) -> list[Any]:
-    """The formula from a little below the lowest acceptance measured to a little above the highest, at median costs."""
-    costs = [[cost for cell in cells for cost in result.values(*cell, name).values() if cost] for name in COSTS]
-    if not all(costs):
-        return []
-    draft_cost, verify_cost, drafts = map(median, costs)
-    rates = np.linspace(max(0.0, low - 0.05), min(1.0, high + 0.05), 60).tolist()
-    return [(a, leviathan_speedup(a, round(drafts), draft_cost, verify_cost)) for a in rates]
 
 
 def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
