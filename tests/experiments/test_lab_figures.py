@@ -154,6 +154,25 @@ def test_a_picture_of_nothing_that_the_run_has_measured_is_left_out():
     assert names(given) == ["effects", "both"]
 
 
+def test_a_picture_in_which_no_value_counts_is_left_out():
+    """Not even where values count at points that it does not show."""
+    given = result()
+    lines = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency")
+    elsewhere = [PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.rate_per_s"),
+                 PanelSpec("ttft_p50_ms", where={"workload.concurrency": 2}),
+                 PanelSpec("ttft_p50_ms", PanelKind.curve, x="itl_p99_ms")]  # fmt: skip
+    whole = [
+        PanelSpec("ttft_p50_ms", PanelKind.gantt),
+        PanelSpec("ttft_p50_ms", PanelKind.stack, parts=("itl_p99_ms",)),
+    ]
+    plots = [PlotSpec(f"p{n}", "", (panel,)) for n, panel in enumerate([*elsewhere, *whole, lines])]
+    bad = [replace(row, valid=False, reason="short") if row.metric == "itl_p99_ms" else row for row in given.rows]
+    given = replace(
+        given, rows=tuple(bad), info=replace(given.info, plots=(*plots, PlotSpec("last", "", (*elsewhere, lines))))
+    )
+    assert names(given) == ["effects", "p5", "last"]
+
+
 # Bars that would say nothing
 
 

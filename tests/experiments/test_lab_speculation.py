@@ -19,7 +19,7 @@ from experiments.lab.judge.formulas import SERVING, Missing
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import Served
 from experiments.lab.show.answer import sentence
-from experiments.lab.show.figures import lines
+from experiments.lab.show.figures import gallery, lines
 from experiments.lab.show.grids import Sheet
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -257,6 +257,7 @@ def composed(both):
 )
 def test_the_answer_says_which_gains_multiply(both, says):
     given = composed(both)
+    assert [picture.name for picture in gallery.of(given).every] == ["pairs"], "what each brings alone is no answer"
     assert f"Of 1 pairs, beside the product of their gains in output tokens per second: {says}" in sentence(given)
     (grid,) = pairs.grids(given)
     assert grid.rows[0][:3] == ("a+b", "1.50x, 1.20x", "1.80x")

@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.lab.judge import pairs
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
 from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
@@ -55,19 +57,20 @@ class Gallery:
 
 
 def of(result: Result) -> Gallery:
-    """The baseline's second arm stands in the tables alone."""
+    """The baseline's second arm stands in the tables alone. Where the question is about pairs, what each mechanism
+    brings alone is no answer."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     picture = partial(Picture, info)
     plots = [picture(plot.name, plot.title, partial(panels, plot, result)) for plot in info.plots
-             if any(_known(panel, result) for panel in plot.panels)]  # fmt: skip
+             if any(_has_values(panel, result) for panel in plot.panels)]  # fmt: skip
     courses = list(_courses(result))
     profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = len({profile.variant for profile in info.profiles}) > 1
     first = [*courses, *(profiles if compared else []), *plots][:1]
     kept = [picture.name for picture in first]
     others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each.name not in kept]
-    if effects.shown(result, 1) and not at_most(result):
+    if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
     return Gallery(tuple(first), tuple(others))
 
@@ -102,19 +105,19 @@ NO_VALUE = "no valid value"
 PANELS_A_ROW = 3
 PANEL_HEIGHT = 3.5
 TITLE = 36  # characters above one of so many
-WHOLE = {PanelKind.stack: stacks.of_metrics, PanelKind.gantt: timeline.gantt}  # which are the only panel of a figure
+WHOLE = {  # which are the only panel of a figure: what there is to draw, and how
+    PanelKind.stack: (stacks.parts_of, stacks.parts),
+    PanelKind.gantt: (timeline.first_of, timeline.gantt),
+}
 ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
 
 
 def panels(plot: PlotSpec, result: Result) -> Figure:
     every = [(panel, _shown(panel, result)) for panel in plot.panels]
     if plot.panels[0].kind in WHOLE:
-        figure = WHOLE[plot.panels[0].kind](*every[0])
-        if figure is None:
-            figure, ax = frame.one(PANEL_HEIGHT)
-            frame.nothing(ax, NO_VALUE)
-        return figure
-    every = [each for each in every if each[1].info.points] or every  # a run at fewer points has no place for some
+        _, draw = WHOLE[plot.panels[0].kind]
+        return draw(*every[0])
+    every = [each for each in every if each[1].info.points]  # a run at fewer points has no place for some
     columns = 2 if len(every) == 4 else min(len(every), PANELS_A_ROW)
     rows = -(-len(every) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
@@ -168,6 +171,18 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
 def _known(panel: PanelSpec, result: Result) -> bool:
     asked = {panel.metric, *([panel.x] if panel.kind is PanelKind.curve else [])}
     return panel.kind in WHOLE or asked <= set(result.info.metrics)
+
+
+def _has_values(panel: PanelSpec, result: Result) -> bool:
+    """Whether there is anything valid to draw."""
+    if panel.kind in WHOLE:
+        found, _ = WHOLE[panel.kind]
+        return bool(found(panel, result))
+    own, x = _shown(panel, result).info, str(panel.x)
+    asked = [panel.metric, *([x] if x in own.metrics else [])]
+    places = [p for p, settings in own.points.items() if panel.x is None or x in own.metrics or x in settings]
+    cells = product(own.variants, places) if _known(panel, result) else ()
+    return any(all(result.values(*cell, name) for name in asked) for cell in cells)
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:

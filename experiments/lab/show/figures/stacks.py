@@ -73,8 +73,8 @@ def _with_sizes(name: str, thin: Mapping[str, list[float]], unit: str) -> str:
     return f"{name}: {' to '.join(ends)} {unit}" if ends else name
 
 
-def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
-    """Metrics as the pieces of a bar for each variant and point; None where no variant has all of them anywhere."""
+def parts_of(panel: PanelSpec, result: Result) -> Rows:
+    """Metrics as the pieces of a bar for each variant and point that has all of them."""
     info = result.info
     rows: Rows = {}
     for variant, point in info.cells:
@@ -82,9 +82,14 @@ def of_metrics(panel: PanelSpec, result: Result) -> Figure | None:
         if found and all(found.values()):
             pieces = {info.metrics[part].label: max(0.0, stats.median(values)) for part, values in found.items()}
             rows[f"{info.variants[variant]}, {wording.point(point)}"] = pieces
-    metric = info.metrics[panel.metric]
+    return rows
+
+
+def parts(panel: PanelSpec, result: Result) -> Figure:
+    metric = result.info.metrics[panel.metric]
     # Parts are means, which add up, whatever the whole is told by.
-    return draw(rows, metric.unit, f"{metric.label.partition(',')[0]}: its parts ({metric.unit})") if rows else None
+    axis = f"{metric.label.partition(',')[0]}: its parts ({metric.unit})"
+    return draw(parts_of(panel, result), metric.unit, axis)
 
 
 def memory_of(result: Result) -> Rows:
@@ -106,9 +111,11 @@ def memory_of(result: Result) -> Rows:
 def memory(result: Result) -> Figure:
     """What is left of the device is free, or work space: drawn, it would often dwarf the rest."""
     whole = result.info.provenance.device.get("gpu_memory_gib", 0.0)
-    return draw(
-        memory_of(result), "GiB", "GiB of the GPU's memory (behind a bar: their sum, of all that it has)", most=whole
-    )
+    alike: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    for label, sizes in memory_of(result).items():
+        alike.setdefault(tuple(sizes.items()), []).append(label)
+    rows = {own[0] + (f" and {len(own) - 1} alike" if own[1:] else ""): dict(sizes) for sizes, own in alike.items()}
+    return draw(rows, "GiB", "GiB of the GPU's memory (behind a bar: their sum, of all that it has)", most=whole)
 
 
 ROWS = 14  # of a table of kernels; what is left is summed up

@@ -237,15 +237,19 @@ def draw_requests(ax: Axes, requests: Sequence[RequestRow], loads: Sequence[tupl
         ax.hlines(rows, starts, ends, color=frame.INK, linewidth=1, label=COPIES)
 
 
-def gantt(panel: PanelSpec, result: Result) -> Figure | None:
-    """The first requests of the panel's first point that has some stored, a column a variant; None where none has."""
+def first_of(panel: PanelSpec, result: Result) -> dict[str, list[RequestRow]]:
+    """By variant the first requests of the panel's first point that has some stored."""
     for point in result.info.points:
         own = {v: [r for r in result.traced if (r.variant, r.point) == (v, point)] for v in result.info.variants}
         found = {variant: requests[:IN_GANTT] for variant, requests in own.items() if requests}
         if found:
-            break
-    else:
-        return None
+            return found
+    return {}
+
+
+def gantt(panel: PanelSpec, result: Result) -> Figure:
+    """The first requests, a column a variant."""
+    found = first_of(panel, result)
     most = max(map(len, found.values()))
     figure = frame.new(frame.WIDTH, 1.6 + ROW * most)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
