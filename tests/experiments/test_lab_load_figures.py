@@ -7,6 +7,7 @@ from made_up import METRICS, engine_steps, requests, result
 from test_lab_figures import names, rows
 
 from experiments.lab import schema
+from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import GapRow, RequestTrace, Served, gap_rows
 from experiments.lab.show import wording
@@ -80,6 +81,26 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
     assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+
+
+def test_first_tokens_are_of_the_group_that_claims_are_about():
+    """Gaps between tokens are stored of all requests together, which their axis says."""
+    own = [replace(r, first_token_s=r.arrival_s + 9 + n / 9) if r.name == "stream" else r
+           for n, r in enumerate(requests(point="concurrency=1"))]  # fmt: skip
+    metrics = {"ttft_ms@stream": METRICS["ttft_p50_ms"], "ttft_ms@prompt": METRICS["ttft_p50_ms"],
+               "itl_p99_ms@stream": METRICS["itl_p99_ms"], **METRICS}  # fmt: skip
+    claim = Claim("ttft_ms@prompt", "base", "concurrency=1", Bound.at_most, 900.0)
+    steps = engine_steps(point="concurrency=1")
+    given = result(requests=own, steps=steps, metrics=metrics, rows=result().rows, claims=(claim,))
+    firsts, itl = load.waits_of(given)
+    assert max(firsts.values["base"][0]) < 1000
+    assert len(firsts.values["base"][0]) == 10
+    ttft, _ = load.waits([firsts, itl], given).axes
+    assert (ttft.get_xlabel(), ttft.get_ylabel()) == (
+        "time to first token of a prompt request (ms)",
+        "share of prompt requests above (%)",
+    )
+    assert itl.label == "inter-token latency of a token of any request (ms)"
 
 
 def test_only_passes_that_count_are_drawn():
