@@ -88,7 +88,7 @@ def test_every_variant_has_its_share_of_the_rows():
         (Bound.ratio_at_most, 1.6, worth.BETTER, []),
         (Bound.ratio_at_least, 1.6, worth.WORSE, [1.6]),
         (Bound.ratio_at_least, 1.2, worth.BETTER, [1.2]),
-        (Bound.ratio_at_least, 1.5, worth.BETTER, [1.5]),  # no verdict, and better than without
+        (Bound.ratio_at_least, 1.5, worth.UNTOLD, [1.5]),  # better than without, and the claim is open
     ],
 )
 def test_a_claim_s_verdict_is_the_colour_whichever_side_it_is_on(bound, value, colour, ticks):
@@ -97,8 +97,35 @@ def test_a_claim_s_verdict_is_the_colour_whichever_side_it_is_on(bound, value, c
     (ax,) = worth.forest(result(sizes=(8,), claims=(claim,), noise=0.01)).axes
     (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
     assert dot.get_xdata()[0] == pytest.approx(1.5, rel=0.05)
-    assert to_hex(dot.get_color()).upper() == colour
+    assert to_hex(dot.get_color()).upper() == colour.upper()
     assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "reached", "colour"),
+    [(80, "met", worth.BETTER), (60, "not shown", worth.UNTOLD), (40, "missed", worth.WORSE)],
+)
+def test_an_absolute_target_is_told_beside_a_ratio_and_has_no_place_on_its_axis(at_most, reached, colour):
+    """Here the baseline varies less than the claimed variant, of which the claim alone is."""
+    values = {"base": (120, 120, 120), "new": (55, 60, 65)}
+    found = [Row(v, "concurrency=8", r, "ttft_p50_ms", x, "ms") for v, own in values.items() for r, x in enumerate(own)]
+    claims = [Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, at_most, source="target", aim=at_most - 5)]
+    claims += [
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 1.0, "base", "concurrency=8", "needed")
+    ]
+    (ax,) = worth.forest(result(rows=found, sizes=(8,), claims=tuple(claims))).axes
+    assert not [line for line in ax.lines if line.get_marker() == "|"]
+    (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert (to_hex(dot.get_color()).upper(), dot.get_label()) == (colour.upper(), worth.SAYS[colour])
+    assert texts(ax) == [f"2x   60 ms against 120\ntarget {at_most} ms (aim {at_most - 5}): {reached}"]
+
+
+def test_the_target_of_a_ratio_keeps_its_tick_beside_an_absolute_claim():
+    ratio = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.8, "base", "concurrency=8", "target")
+    needed = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 500.0, source="needed")
+    (ax,) = worth.forest(result(sizes=(8,), claims=(ratio, needed))).axes
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == [1 / 0.8]
+    assert not [text for text in texts(ax) if "target" in text]
 
 
 def test_a_prediction_is_no_gain():

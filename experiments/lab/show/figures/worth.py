@@ -3,7 +3,9 @@ and two by two, and whether their gains multiply. And the load of experts."""
 
 from __future__ import annotations
 
+import math
 import textwrap
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
-from experiments.lab.judge.claims import Verdict
+from experiments.lab.judge.claims import AIM, Judgement, Verdict
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
@@ -24,14 +26,22 @@ LETTER = 0.0145  # of the axis
 FAR = 3.0  # an end of an interval this many times beyond the outermost median or tick is an arrow
 NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 BETTER, WORSE, UNTOLD = "#0072B2", "#D55E00", "#8c8c8c"
-TICKS = (("target", "#202020", 13), ("aim", "#E69F00", 19))  # colour and height
+SAYS = {
+    BETTER: "claims supported; without any: better",
+    WORSE: "a claim refuted; without any: worse",
+    UNTOLD: "not shown",
+}
+REACHED = {Verdict.supported: "met", Verdict.refuted: "missed", Verdict.inconclusive: "not shown"}
+TICKS = {"target": "#202020", "aim": "#E69F00"}
 
 
 def forest(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
     figure, ax = frame.one(1.15 + 0.48 * len(found))
-    marks = [1.0, *(place for effect, gain in found for place in (gain.median, *effect.ticks) if place)]
+    absolute = [_absolute(effect, result) for effect, _ in found]
+    ticks = [(None, None) if own else effect.ticks for (effect, _), own in zip(found, absolute, strict=True)]
+    marks = [1.0, *(gain.median for _, gain in found), *(place for own in ticks for place in own if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
     parts: list[list[str]] = []  # of each row metric, variant, and what its point says
@@ -49,14 +59,20 @@ def forest(result: Result) -> Figure:
         for end, edge, marker in zip(ends, edges, "<>", strict=True):
             if end != edge:
                 ax.plot([edge], [row], marker, color=colour, markersize=9)
-        (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
+        legend = frame.once(ax, SAYS[colour])
+        (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8, label=legend)
         name, figures = ", ".join(parts[row]), answer.figures(effect, info)
         frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {figures}"])
-        for tick, (label, shade, height) in zip(effect.ticks, TICKS, strict=True):
+        for tick, (label, shade) in zip(ticks[row], TICKS.items(), strict=True):
             if tick is not None:
                 legend = frame.once(ax, label)
-                ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2, label=legend)
+                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=legend)
         text = f"{wording.number(gain.median)}x   {figures}"
+        if judged := absolute[row]:
+            claim, value = judged.claim, partial(wording.value, name=effect.metric, info=info)
+            kind = "aim" if claim.source.startswith(AIM) else "target"
+            aim = "" if claim.aim is None else f" (aim {value(claim.aim, unit=False)})"
+            text += f"\n{kind} {value(claim.value)}{aim}: {REACHED[judged.verdict]}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
     # What all rows have in common stands below them.
@@ -74,7 +90,8 @@ def forest(result: Result) -> Figure:
         places = [place for place in NEAR if left <= place <= right]
         places = places if right / left > 2 else [0.9, *places, 1.1]
     frame.ticks(ax.xaxis, places)
-    room = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
+    longest = max(len(line) for note in ax.texts for line in note.get_text().split("\n"))
+    room = LETTER * longest  # the figures stand on the right
     ax.set_xlim(left, right * (right / left) ** (room / (1 - room)))
     beside = {"" if effect.at_another_point else effect.beside for effect, _ in found}
     (other,) = beside if len(beside) == 1 else ("what it is compared with",)
@@ -88,9 +105,21 @@ def forest(result: Result) -> Figure:
 
 
 def _colour(effect: Effect) -> str:
-    """By the verdict on its claims, who may have said that it is worse; without one by whether it is better."""
+    """By the verdict on its claims, who may have said that it is worse; without any by whether it is better."""
     judged = {Verdict.supported: BETTER, Verdict.refuted: WORSE}
-    return judged.get(effect.verdict) or {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
+    without = UNTOLD if effect.open else {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
+    return judged.get(effect.verdict, without)
+
+
+def _absolute(effect: Effect, result: Result) -> Judgement | None:
+    """The claim that sets the target, or else the aim, where it bounds the value itself and the axis is of ratios: that
+    an interval of these reaches it says nothing of the claim."""
+    bound = effect.target or effect.aim
+    if bound is None or effect.base is None:
+        return None
+    cell, value = (effect.metric, *effect.cell), bound * effect.base.median
+    own = [j for j in result.judgements if (j.claim.metric, j.claim.variant, j.claim.point) == cell]
+    return next((j for j in own if not j.claim.bound.is_ratio and math.isclose(j.claim.value, value)), None)
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
