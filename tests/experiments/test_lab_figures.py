@@ -320,6 +320,9 @@ def test_memory_is_what_the_engine_said_when_it_started():
     drafts = {"draft model": "0.75 GiB, KV 0.25 GiB", "CUDA graphs of steps with drafts": "of 3 (1 s, 1 GiB)"}
     parts = stacks.memory_of(result(peers={"base": (STARTED | drafts,)}))[given.info.variants["base"]]
     assert parts == {"weights": 14.0, "draft model": 1.0, "KV": 30.0, "CUDA graphs": 2.0}
+    others = {"new": (STARTED,), "third": (STARTED | drafts,), "fourth": (STARTED,)}
+    (ax,) = stacks.memory(result(variants={v: v for v in others}, baseline="new", peers=others)).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["new and 1 alike", "third"]
     assert "memory-map" in names(given)
     assert "memory-map" not in names(result())
 

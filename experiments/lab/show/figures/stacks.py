@@ -109,7 +109,8 @@ def memory_of(result: Result) -> Rows:
 
 
 def memory(result: Result) -> Figure:
-    """What is left of the device is free, or work space: drawn, it would often dwarf the rest."""
+    """One bar for all variants whose sizes are the same. What is left of the device is free, or work space: drawn, it
+    would often dwarf the rest."""
     whole = result.info.provenance.device.get("gpu_memory_gib", 0.0)
     alike: dict[tuple[tuple[str, float], ...], list[str]] = {}
     for label, sizes in memory_of(result).items():
