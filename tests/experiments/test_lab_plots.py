@@ -176,6 +176,9 @@ def test_settings_that_are_no_numbers_are_named():
 def test_a_bound_of_a_claim_is_drawn_unless_far_away():
     claims = [Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, bound) for bound in (350.0, 50_000.0)]
     (ax,) = axes_of([LINES], result(claims=tuple(claims)))
+    (mark,) = [line for line in ax.lines if line.get_marker() == "_" and line.get_color() == BOUND]
+    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([8], [350]), "and not at a size that it is not about"
+    (ax,) = axes_of([LINES], result(sizes=(8,), claims=tuple(claims)))
     labels = ax.get_legend_handles_labels()[1]
     assert [text for text in labels if text.startswith("claim")] == ["claim: at most 350 at concurrency 8"]
 

@@ -133,22 +133,22 @@ def _without_searches(result: Result, metric: str) -> Result:
 
 
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
-    """The bounds of absolute claims about the panel's metric, without their aims. A single one is a line; several are
-    marks at their points, in the colours of their variants where they are of several."""
-    found = []
+    """The bounds of absolute claims about the panel's metric, without their aims: marks at their points, in the colours
+    of their variants where they are of several. A single one is a line where there is one point, or no axis of them."""
+    found, known = [], places or result.info.points
     for claim in result.info.claims:
-        here = claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points
+        here = claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in known
         for value in filter(math.isfinite, claim.limits if here else ()):
             top = ax.get_ylim()[1]
             if value <= FAR * top:
                 ax.set_ylim(top=max(top, 1.12 * value) if value > top else top)
                 found.append((claim, value))
-    if len(found) > 1 and len(places) > 1:
+    if found and len(places) > 1:
         variants = list(result.info.variants)
         alone = len({claim.variant for claim, _ in found}) == 1
         label = "bound of a claim" if alone else "bound of a claim, coloured by its variant"
         ax.plot([], [], color=BOUND if alone else INK, linewidth=1.6, label=label)
-        for claim, value in ((claim, value) for claim, value in found if claim.point in places):
+        for claim, value in found:
             x, colour = places[claim.point], BOUND if alone else line_style(variants.index(claim.variant), 0)["color"]
             ax.plot([x], [value], "_", color=colour, markersize=17, markeredgewidth=1.8, zorder=5)
     elif len(found) == 1:  # of several, a curve does not tell which is whose
@@ -251,7 +251,7 @@ def front(ax: Axes, panel: PanelSpec, result: Result) -> bool:
                 label="nothing is better in both")  # fmt: skip
     shapes = {}
     for point in reversed(found):  # the winner is the last, and has the first colour
-        values = {key.rpartition(".")[2]: info.points[point].get(key) for key in SHAPE}
+        values = {key.removesuffix(".method").rpartition(".")[2]: info.points[point].get(key) for key in SHAPE}
         named = " ".join(f"{key}={value}" for key, value in values.items() if value not in UNNAMED)
         shapes[point] = wording.point(named) or "replicas"
     order = list(dict.fromkeys(shapes.values()))
