@@ -250,13 +250,13 @@ def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told()
     )
     panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
     first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
-    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[3:]
-    assert first.get_title() == "the best 14 of 17, lower is better"
-    assert second.get_title() == "the same 14 of 17, higher is better"
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[2:]
+    assert first.get_title() == "the best 15 of 17, lower is better"
+    assert second.get_title() == "the same 15 of 17, higher is better"
     assert texts(second) == ["all from 100 to 100"]
     (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
-    assert len(alone.patches) == 14, "somebody has to name the rows"
-    few = replace(given, info=replace(given.info, points=dict(list(points.items())[:14])))
+    assert len(alone.patches) == 15, "somebody has to name the rows"
+    few = replace(given, info=replace(given.info, points=dict(list(points.items())[:15])))
     assert [ax.get_title() for ax in gallery.panels(PlotSpec("plot", "A title", panels), few).axes] == [
         "lower is better",
         "higher is better",

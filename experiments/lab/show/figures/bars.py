@@ -22,7 +22,7 @@ from experiments.lab.store.result import Result
 
 MANY = 4  # bars in a group that can still be told apart,
 MANY_DOTS = 6  # and dots in the colours of their variants
-ROWS = 14  # of a panel: where there are more, the best
+ROWS = 15  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
