@@ -181,6 +181,10 @@ def test_a_bound_of_a_claim_is_drawn_unless_far_away():
     (ax,) = axes_of([LINES], result(sizes=(8,), claims=tuple(claims)))
     labels = ax.get_legend_handles_labels()[1]
     assert [text for text in labels if text.startswith("claim")] == ["claim: at most 350 at concurrency 8"]
+    given = result()
+    info = replace(given.info, points={**given.info.points, "prompt": {}}, claims=(replace(claims[0], point="prompt"),))
+    (ax,) = axes_of([LINES], replace(given, info=info))
+    assert ax.get_legend_handles_labels()[1] == list(VARIANTS.values()), "of a point that has no place on the axis"
 
 
 def test_ratios_to_the_tail_are_shares():
