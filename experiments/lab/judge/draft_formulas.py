@@ -61,18 +61,6 @@ def _draft_time_share(served: Served) -> float | Missing:
     return share if share <= 1 else READ_LATE
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Tokens a step brings on average with k drafts, each accepted with probability `acceptance` if those before it
-    are: (1 - a^(k+1)) / (1 - a), the capped geometric of Leviathan et al. 2023 (arXiv:2211.17192, equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
-def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Tokens a second with k drafts over those without (theorem 3.8 of Leviathan et al., with verify_cost = 1), in
-    steps of the target: `draft_cost` of a draft token, `verify_cost` of a step of 1 + k tokens a row."""
-    return expected_tokens(acceptance, k) / (k * draft_cost + verify_cost)
-
-
 def _decoding(served: Served) -> list[StepRecord]:
     return [record for record in served.records if record.decode_rows and not record.prefill_tokens]
 

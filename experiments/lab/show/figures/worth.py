@@ -3,7 +3,6 @@ and two by two, and whether their gains multiply. And the load of experts."""
 
 from __future__ import annotations
 
-import math
 import textwrap
 from functools import partial
 
@@ -14,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.judge import pairs
-from experiments.lab.judge.claims import AIM, Judgement, Verdict
+from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
 from experiments.lab.spec import PanelSpec
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, RunInfo
 
 ROWS = 5
 LETTER = 0.0145  # of the axis
@@ -39,8 +38,8 @@ def forest(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
     figure, ax = frame.one(1.15 + 0.48 * len(found))
-    absolute = [_absolute(effect, result) for effect, _ in found]
-    ticks = [(None, None) if own else effect.ticks for (effect, _), own in zip(found, absolute, strict=True)]
+    asked = [_asked(effect, info) for effect, _ in found]
+    ticks = [(None, None) if own else effect.ticks for (effect, _), own in zip(found, asked, strict=True)]
     marks = [1.0, *(gain.median for _, gain in found), *(place for own in ticks for place in own if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
@@ -67,12 +66,7 @@ def forest(result: Result) -> Figure:
             if tick is not None:
                 legend = frame.once(ax, label)
                 ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=legend)
-        text = f"{wording.number(gain.median)}x   {figures}"
-        if judged := absolute[row]:
-            claim, value = judged.claim, partial(wording.value, name=effect.metric, info=info)
-            kind = "aim" if claim.source.startswith(AIM) else "target"
-            aim = "" if claim.aim is None else f" (aim {value(claim.aim, unit=False)})"
-            text += f"\n{kind} {value(claim.value)}{aim}: {REACHED[judged.verdict]}"
+        text = f"{wording.number(gain.median)}x   {figures}{asked[row]}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
     # What all rows have in common stands below them.
@@ -111,15 +105,16 @@ def _colour(effect: Effect) -> str:
     return judged.get(effect.verdict, without)
 
 
-def _absolute(effect: Effect, result: Result) -> Judgement | None:
-    """The claim that sets the target, or else the aim, where it bounds the value itself and the axis is of ratios: that
-    an interval of these reaches it says nothing of the claim."""
-    bound = effect.target or effect.aim
-    if bound is None or effect.base is None:
-        return None
-    cell, value = (effect.metric, *effect.cell), bound * effect.base.median
-    own = [j for j in result.judgements if (j.claim.metric, j.claim.variant, j.claim.point) == cell]
-    return next((j for j in own if not j.claim.bound.is_ratio and math.isclose(j.claim.value, value)), None)
+def _asked(effect: Effect, info: RunInfo) -> str:
+    """Of a claim on the value itself, beside an axis of ratios: that an interval of these reaches its bound says nothing
+    of the claim."""
+    if effect.base is None or not effect.is_absolute or (effect.target, effect.aim) == (None, None):
+        return ""
+    unit, value = effect.base.median, partial(wording.value, name=effect.metric, info=info)
+    if effect.target is None:
+        return f"\naim {value(unit * (effect.aim or 0))}: {REACHED[effect.verdict]}"
+    aim = "" if effect.aim is None else f" (aim {value(unit * effect.aim, unit=False)})"
+    return f"\ntarget {value(unit * effect.target)}{aim}: {REACHED[effect.verdict]}"
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
