@@ -48,7 +48,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     started, clock = datetime.now(timezone.utc), time.monotonic()
     results, reports = root / paths.results, root / paths.reports
     own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
-    earlier = resume.find(results / own, _stated(settled), root) if paths.resume else None
+    earlier = resume.find(results / own, _stated(settled), experiment, root) if paths.resume else None
 
     def result_of(findings: Findings) -> store.Result:
         origin = store.Provenance(
@@ -58,9 +58,13 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
             commit=commit,
             clean=clean,
             versions=provenance.versions(),
-            device=hardware.facts(hardware.resolve(experiment.device)),
+            device=hardware.facts(hardware.resolve(experiment.device)) | {"torch_threads": experiment.threads},
         )
         return _result(experiment, findings, name, run, origin, settled)
+
+    if earlier is not None and len(earlier.processes) == experiment.settings.processes:
+        print(f"--resume: {own} has all processes: nothing is measured, and it stays as it is", file=sys.stderr)
+        return reports / f"{store.page_name(result_of(earlier).info)}.md"
 
     def keep(so_far: Findings) -> None:
         """Until the next process is there, for `--resume`, also where nobody is left to store it."""
@@ -95,6 +99,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     if (error := findings.error) is None:
         return path
     message = f"{findings.status}, in {written}"  # after what it had is safe
+    message += "; with --resume it goes on from there" if any(about.complete for about in findings.processes) else ""
     if isinstance(error, KeyboardInterrupt):
         print(". ".join(filter(None, [message, steps.pace])), file=sys.stderr)
         raise KeyboardInterrupt from error  # which ends a sweep, too

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.lab import execute
 from experiments.lab.experiment import IncompleteRun, run_rounds
-from experiments.lab.measure import cells, processes
+from experiments.lab.measure import cells, hardware, processes
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
@@ -196,8 +197,19 @@ def test_a_stored_run_gets_the_processes_that_it_lacks(config, tmp_path, monkeyp
     assert three.info.status == "complete"
     assert three.info.gates[0].total_tokens == 3 * one.info.gates[0].total_tokens
     assert [p.complete for p in three.info.processes] == [True] * 3
-    assert f"Process 1: measured at commit {'a' * 12}, since which no code that is named changed." in three.info.notes
+    assert [p.commit for p in three.info.processes] == ["a" * 40, None, None]
     assert three.info.provenance.commit == git["commit"]
+
+    page = (tmp_path / "reports/quickstart.md").read_text()
+    assert f"Process 1: measured at commit {'a' * 12}, since which no code that is named has changed." in page
+    path = tmp_path / "results/quickstart/own.in_process/cpu/default"
+    path.with_suffix(".remarks.md").write_text("By hand.")
+    git["commit"] = "c" * 40
+    assert again(3) == replace(three, remarks="By hand."), "nothing is left to measure, and nothing is written"
+    broken = path.with_name("default-incomplete.json")
+    broken.write_text("{")
+    assert again(3) == replace(three, remarks="By hand."), "what is cut short beside it is left alone"
+    broken.unlink()
 
     def refused(why):
         with pytest.raises(ConfigError, match=f"{why}.*Leave --resume out"):
@@ -211,9 +223,35 @@ def test_a_stored_run_gets_the_processes_that_it_lacks(config, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(provenance, "versions", dict)
         refused("was measured with mini-infer")
+        patch.setattr(provenance, "versions", lambda: {**three.info.provenance.versions, "compiled by": "mypyc"})
+        refused("was measured with compiled by None, and here is mypyc")
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "facts", lambda device: {**three.info.provenance.device, "cpu": "another"})
+        refused("was measured with cpu .*, and here is another")
     changed(config, {"measure.repeats": 2})
     refused(r"another measure\.repeats \(4, not 2\)")
     assert stored(tmp_path).rows == three.rows
+
+
+def test_results_older_than_the_field_go_on_too(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_in_child", processes._here)
+    monkeypatch.setattr(provenance, "is_clean", lambda root: True)
+    monkeypatch.setattr(runs, "commits_since", lambda info, root: 0)
+    changed(config, {"measure.processes": 1})
+    run(config, tmp_path)
+    one = stored(tmp_path)
+    older = tuple(replace(process, complete=None) for process in one.info.processes)
+    store.write(tmp_path / "results", replace(one, info=replace(one.info, processes=older)))
+    changed(config, {"measure.processes": 2, "paths.resume": True})
+    run(config, tmp_path)
+    two = stored(tmp_path)
+    assert two.info.status == "complete"
+    assert [row for row in two.rows if row.process == 0] == list(one.rows)
+    predicted = {**two.info.variants, "engine predicted": "predicted"}
+    store.write(tmp_path / "results", replace(two, info=replace(two.info, variants=predicted)))
+    changed(config, {"measure.processes": 3})
+    with pytest.raises(ConfigError, match="has engine predicted, which this run would not measure"):
+        run(config, tmp_path)
 
 
 def test_a_run_that_was_cut_off_goes_on_with_the_process_that_is_missing(config, tmp_path, monkeypatch):
@@ -231,6 +269,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_process_that_is_missing(config,
     run(config, tmp_path)
     whole = stored(tmp_path)
     assert whole.info.status == "complete"
+    assert whole.info.gates[0].total_tokens == PASSES // 2 * 2 * 4 * 15 // 2, "none of a process that was dropped"
     assert [row for row in whole.rows if row.process == 0] == [row for row in cut.rows if row.process == 0]
     assert {(row.process, row.repeat) for row in whole.rows} == {(p, r) for p in (0, 1) for r in range(4)}
 

@@ -156,8 +156,9 @@ def shape_of(model: ModelConfig | DraftConfig) -> dict[str, Any]:
 
 
 def few_layers(shape: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"layer_types": shape["layer_types"][:LAYERS]} if shape.get("layer_types") else {}
-    return {**shape, "num_hidden_layers": LAYERS, **kinds}
+    layers = min(LAYERS, int(shape["num_hidden_layers"]))
+    kinds = {"layer_types": shape["layer_types"][:layers]} if shape.get("layer_types") else {}
+    return {**shape, "num_hidden_layers": layers, **kinds}
 
 
 def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:

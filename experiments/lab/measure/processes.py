@@ -33,6 +33,12 @@ from experiments.lab.store.result import COMPLETE, OF_PROCESSES
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 OF_SOME = re.compile(r"^Process ([\d, ]+): ")  # begins a note that not all processes say
+# How notes of the run as a whole begin, which are made anew of all its processes.
+OF_RUN = (
+    "Other systems than mini-infer are measured in ",
+    "Transformers is measured in ",
+    "Other GPUs of this machine, ",
+)
 OF_ALL = ("rows", "requests", "gaps")  # tables to which every process adds
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
@@ -235,7 +241,8 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         name: sorted((row for f in found for row in getattr(f, name)), key=lambda row: row.process) for name in OF_ALL
     }
     gates, worst = dict[Any, Gate](), dict[Any, ErrorGate]()
-    for gate in (gate for f in found for gate in f.gates):
+    # Of a process that was cut off none that passed: it is measured again, and what is joined cannot be taken apart.
+    for gate in (g for f in found for g in f.gates if f is found[0] or f.status == COMPLETE or not g.passed):
         key = gate.variant, gate.point, gate.against
         gates[key] = gates[key].joined(gate) if key in gates else gate
     for one in (one for f in found for one in f.error_gates):  # an error that is no number is worse than any

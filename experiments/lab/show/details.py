@@ -169,6 +169,11 @@ def _provenance(result: Result) -> str:
     files |= {"kernels": ".profile.csv"} if result.kernels else {}
     lines = [
         f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",
+        *(
+            f"Process {p.index + 1}: measured at commit {p.commit[:12]}, since which no code that is named has changed."
+            for p in info.processes
+            if p.commit not in (None, origin.commit)
+        ),
         *(f"{info.variants[v]}: {'; or '.join(map(wording.settings, about))}." for v, about in info.peers.items()),
         f"Data: {', '.join(f'[{name}]({data}{ending})' for name, ending in files.items())}.",
     ]

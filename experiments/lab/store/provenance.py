@@ -28,6 +28,7 @@ class ProcessInfo:
     temperature_c: float | None = None
     busy_others: int | None = None  # other GPUs of the machine that computed for somebody else, the most at a time
     complete: bool | None = None  # None in results older than this: as the run as a whole
+    commit: str | None = None  # where it was not measured at the run's: a stored run had it, see resume.py
 
 
 def commit(root: Path) -> str | None:

@@ -106,8 +106,8 @@ def _colour(effect: Effect) -> str:
 
 
 def _asked(effect: Effect, info: RunInfo) -> str:
-    """Of a claim on the value itself, beside an axis of ratios: that an interval of these reaches its bound says nothing
-    of the claim."""
+    """Of a claim on the value itself, beside an axis of ratios: that an interval of these reaches its bound says
+    nothing of the claim."""
     if effect.base is None or not effect.is_absolute or (effect.target, effect.aim) == (None, None):
         return ""
     unit, value = effect.base.median, partial(wording.value, name=effect.metric, info=info)
