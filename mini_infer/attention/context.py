@@ -49,6 +49,7 @@ class AttentionBatch(NamedTuple):
     max_prefill_seq_len: int = 0
     host_query_starts: np.ndarray | None = None  # [R + 1]
     host_seq_lens: np.ndarray | None = None  # [R]
+    real_counts: Tensor | None = None  # [R]: of decode rows alone, the tokens that are not padding; None: all
 
     @property
     def num_rows(self) -> int:
@@ -197,9 +198,14 @@ class AttentionContext:
         return self.slots(layer, "v")
 
     def real_tokens(self) -> Tensor:
-        """[T] bool: not those of padding, which write to the last block of the store."""
-        store = self._kv_store
-        return self.batch.slot_mapping < (store.num_blocks - 1) * store.block_size
+        """[T] bool: not those of padding. Rows of it write to the last block of the store; tokens of it behind a row's
+        own, where others have more drafts, to that row's blocks."""
+        store, batch = self._kv_store, self.batch
+        real = batch.slot_mapping < (store.num_blocks - 1) * store.block_size
+        if batch.real_counts is not None:
+            place = torch.arange(batch.decode_query_len, device=real.device)
+            real &= (place < batch.real_counts[:, None]).flatten()
+        return real
 
     def kv_scales(self, layer: int) -> Tensor | None:
         """As KVStore.scales."""

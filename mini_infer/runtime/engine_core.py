@@ -51,6 +51,7 @@ class EngineCore:
         self._outputs = outputs
         self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap or stages some stay
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
+        self._unlaunched: list[_InFlightStep] = []  # since then: computed nothing, and yet did something
         self._start = 0.0  # of the first step since the last StepRecord
         self._seconds = [0.0, 0.0, 0.0]  # that the host has scheduled, executed and updated since then
 
@@ -108,6 +109,8 @@ class EngineCore:
                 executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
                 executing = None
+            elif plan.preempted or plan.prefix_queried_tokens:
+                self._unlaunched.append(_InFlightStep(plan, None, kv, evictions))
             # Steps that wait for the one after them, unless there is none.
             waiting = 0 if empty else self.executor.stages - 1 + self.executor.overlap
             step = self._in_flight.popleft() if len(self._in_flight) > waiting else None
@@ -173,9 +176,11 @@ class EngineCore:
     ) -> None:
         (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
         ended, self._ended = self._ended, []
+        unlaunched, self._unlaunched = self._unlaunched, []
         if not self._observed:
             return
         plan, scheduler = step.plan, self.scheduler
+        told = [*unlaunched, step]
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
         reach, context, pairs = plan.prompt_attention
@@ -197,10 +202,10 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_swapped,
             kv=step.kv,
-            prefix_queried_tokens=plan.prefix_queried_tokens,
-            prefix_hit_tokens=plan.prefix_hit_tokens,
-            evictions=step.evictions,
-            preempted=tuple(plan.preempted),
+            prefix_queried_tokens=sum(each.plan.prefix_queried_tokens for each in told),
+            prefix_hit_tokens=sum(each.plan.prefix_hit_tokens for each in told),
+            evictions=sum(each.evictions for each in told),
+            preempted=tuple(name for each in told for name in each.plan.preempted),
             swapped_out_blocks=plan.num_blocks_moved(to_host=True, of_prefixes=False),
             swapped_in_blocks=plan.num_blocks_moved(to_host=False, of_prefixes=False),
             finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),

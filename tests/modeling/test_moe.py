@@ -264,6 +264,19 @@ class TestCounts:
             assert 1 <= record.expert_imbalance <= 2, "two of four experts at most take all"
         engine.close()
 
+    def test_padding_behind_fewer_drafts_counts_nothing(self) -> None:
+        model = {"path": "tiny-moe", "count_experts": True, "max_model_len": 128, "device": "cpu"}
+        drafts = {"method": "ngram", "num_tokens": 4, "ngram_min": 1, "adaptive": False}
+        sections = {"model": model, "scheduler": {"overlap": "always"}, "speculation": drafts}
+        engine = LLMEngine(EngineConfig.from_dict(sections))
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        engine.generate([[5, 6, 7, 8] * 6, list(range(20, 31)), [9] * 12], params)
+        assert any(len(set(record.drafted)) > 1 for record in engine.records), "rows have equally many drafts"
+        for record in engine.records:
+            computed = record.prefill_tokens + record.verified_tokens
+            assert {sum(layer) for layer in record.expert_tokens} == {4 * computed}
+        engine.close()
+
     def test_nobody_counts_unless_asked(self) -> None:
         engine = self.engine()
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

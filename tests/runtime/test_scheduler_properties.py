@@ -468,3 +468,16 @@ def test_traffic_changes_no_token_and_loses_no_block(
     if failing_step is None and not any(a.abort_after is not None for a in traffic):
         assert sum(sum(r.drafted) for r in engine.records) == oracle.num_booked
     assert not engine._outputs.unfinished()
+
+
+def test_records_tell_of_preemptions_in_steps_that_compute_nothing() -> None:
+    """Who needs a block is the last and gives way, while the one before it waits for what its grammar reads."""
+    memory = {"block_size": 4, "num_blocks": 8, "watermark": 0.0, "prefix_caching": False}
+    dry = {"load_format": "dry", "dry": {"max_model_len": 32}}
+    scheduler = {"overlap": "always", "max_num_seqs": 2}
+    engine = LLMEngine(EngineConfig.from_dict({"model": dry, "cache": memory, "scheduler": scheduler}))
+    constrained = SamplingParams(max_tokens=20, temperature=0, grammar=("regex", "[a-z]{30}"))
+    free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    outputs = engine.generate([[65], [66] * 2], [constrained, free])
+    counts = [output.outputs[0].metrics.num_preemptions for output in outputs]  # type: ignore[union-attr]
+    assert sum(len(record.preempted) for record in engine.records) == sum(counts) > 0

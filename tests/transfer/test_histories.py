@@ -326,3 +326,29 @@ def test_ten_thousand_histories(nixl: None, loads_pay: None, tmp_path: Path) -> 
     came = run(2, 10_000, tmp_path)
     assert came["prompts"] > 5_000
     assert min(came["host"], came["disk"]) > 1_000
+
+
+def test_records_tell_of_hits_of_a_prompt_whose_rest_is_computed_elsewhere(nixl: None) -> None:
+    """Nothing is computed in the step that admits it."""
+    cache = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "prefix_caching": True,
+        "host_prefix_gib": None,
+        "disk_prefix_path": None,
+    }
+    parallel = {"connector": "memory", "hand_over": "always"}
+    pair = Pair(replace(config(random.Random(0)), cache=cache, parallel=parallel))
+    cached = []
+    for tail in (66, 67):
+        params = SamplingParams(max_tokens=2, temperature=0)
+        pair.decode.add_request([65] * 24 + [tail] * 8, params, prefill_at=PREFILL, stream=False)
+        while pair.decode.has_unfinished_requests():
+            cached += [output.outputs[0].metrics.num_cached_tokens for output in pair.step()]  # type: ignore[union-attr]
+            pair.step_prefill()
+            for wire in list(pair.wires):
+                pair.deliver(wire, back=False)
+                pair.deliver(wire, back=True)
+    assert cached == [0, 24]
+    assert sum(record.prefix_hit_tokens for record in pair.decode.records) == 24
+    assert sum(record.prefix_queried_tokens for record in pair.decode.records) == 64

@@ -234,6 +234,7 @@ class RequestStates:
             num_decode_rows=num_rows,
             decode_query_len=query_len,
             max_decode_seq_len=self.max_model_len,
+            real_counts=None if drafting or query_len == 1 else packed[2],
         )
         return StepInput(
             batch=batch,
