@@ -23,6 +23,7 @@ from experiments.lab.show.older import LABELS, in_todays_words
 from experiments.lab.show.pages import screen
 from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import Sample, StoreError
 from experiments.lab.store.rows import Row
 from experiments.quantization import METRICS as OF_QUANTIZATION
@@ -260,13 +261,20 @@ def test_what_is_missed_or_lost_elsewhere_stands_in_the_answer():
 
 
 def test_a_profile_that_is_missing_is_no_timed_pass():
-    def flag(why):
+    def flag(why, planned):
         given = result()
-        return flags(replace(given, info=replace(given.info, status=f"incomplete: {why}")))[0]
+        ran = (ProcessInfo(0, 0, "2026-01-01T00:00:00+00:00", 60.0),)
+        asked = {"measure": {"processes": planned}}
+        return flags(
+            replace(given, info=replace(given.info, status=f"incomplete: {why}", processes=ran, config=asked))
+        )[0]
 
-    assert flag("interrupted in profile 1 at batch 256; 12 of 13 rounds are kept").startswith("a profile is missing (")
-    cut = "process 2 of 3: interrupted in repeat 1 of 2; process 3 of 3: interrupted in profile 2 at b; 1 of 3"
-    assert flag(cut).startswith("INCOMPLETE (")
+    cut = "interrupted in profile 1 at batch 256; 12 of 13 rounds are kept"
+    assert flag(cut, 1).startswith("a profile is missing (")
+    assert flag(f"process 1 of 2: {cut}; 0 of 2 processes are complete", 2).startswith("INCOMPLETE ("), (
+        "one never began"
+    )
+    assert flag(f"{cut}; interrupted in repeat 1 of 2", 1).startswith("INCOMPLETE (")
 
 
 def test_rows_that_no_claim_names_fill_the_picture_of_effects():

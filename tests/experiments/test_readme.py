@@ -11,6 +11,7 @@ from pathlib import Path
 
 from made_up import result
 
+from experiments.lab.show.older import in_todays_words
 from experiments.lab.show.pages import BEGIN, END, readme_with
 from experiments.lab.store import result as store
 
@@ -51,7 +52,7 @@ def test_experiments_named_in_commands_exist() -> None:
 
 @cache
 def stored() -> list[store.Result]:
-    return store.read_all(ROOT / "results")
+    return [in_todays_words(result) for result in store.read_all(ROOT / "results")]
 
 
 def test_the_table_of_figures_is_the_one_that_the_results_give() -> None:

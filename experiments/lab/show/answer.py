@@ -51,9 +51,7 @@ def sentence(result: Result) -> str:
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     parts = told_once(found, info)
-    if FOUND in info.metrics and not any(
-        effect.metric == FOUND for effect in claimed
-    ):  # where the knee of a search lies
+    if FOUND in info.metrics and not any(effect.metric == FOUND for effect in claimed):
         knees = (result.estimate(first.cell[0], at, FOUND) for at in info.points)
         parts += [f"{wording.short(FOUND, info)} {wording.interval(knee)}" for knee in knees if knee][:1]
     return _capital("; ".join(parts) + ".")
@@ -146,8 +144,10 @@ def flags(result: Result) -> list[str]:
     """What a reader must know before any number."""
     info = result.info
     why = info.status.removeprefix("incomplete: ")
-    # Every timed pass is there where only a profile was cut off.
-    lacks = "a profile is missing" if re.search(r"in profile \d", why) and "in repeat" not in why else "INCOMPLETE"
+    # Every timed pass is there where only a profile was cut off, of the last process.
+    all_began = len(info.processes) == info.config.get("measure", {}).get("processes", 1)
+    passes = re.search(r"in profile \d", why) and all_began and not re.search("in repeat|nothing of it", why)
+    lacks = "a profile is missing" if passes else "INCOMPLETE"
     told = [] if info.status == COMPLETE else [f"{lacks} ({why})"]
     told += [] if all(gate.passed for gate in info.gates) else ["tokens differ from the baseline's"]
     told += [] if all(gate.passed for gate in info.error_gates) else ["numbers are too far from the reference's"]
