@@ -109,8 +109,6 @@ class EngineCore:
                 executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
                 executing = None
-            elif plan.preempted or plan.prefix_queried_tokens:
-                self._unlaunched.append(_InFlightStep(plan, None, kv, evictions))
             # Steps that wait for the one after them, unless there is none.
             waiting = 0 if empty else self.executor.stages - 1 + self.executor.overlap
             step = self._in_flight.popleft() if len(self._in_flight) > waiting else None
@@ -139,6 +137,8 @@ class EngineCore:
         seconds[0] += planned - start
         seconds[1] += executed - planned
         seconds[2] += end - executed
+        if empty and (plan.preempted or plan.prefix_queried_tokens):
+            self._unlaunched.append(_InFlightStep(plan, None, kv, evictions))
         if step or self._ended:
             # Where nothing was read, what was just launched is told of when it is.
             self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, endings, end)
