@@ -328,6 +328,10 @@ def test_a_prompt_from_another_engine_goes_through_the_parts_of_its_way():
     assert lines["first decode step"].get_segments()[2][:, 0] == pytest.approx([1.8, 2.0])
     assert lines[timeline.COPIES].get_segments()[0][:, 0] == pytest.approx([0.9, 1.6])
     frame.png(figure, "demo")
+    elsewhere = replace(plot, panels=(replace(plot.panels[0], where={"workload.concurrency": 1}),))
+    given = result(sizes=(1, 8), requests=asked, plots=(elsewhere,))  # which are of the second point
+    assert {request.point for request in asked} == {"concurrency=8"}
+    assert "requests" not in [picture.name for picture in [*gallery.of(given).first, *gallery.of(given).others]]
 
 
 def test_kv_that_is_reserved_and_empty_can_be_seen():

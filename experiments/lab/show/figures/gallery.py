@@ -175,10 +175,11 @@ def _known(panel: PanelSpec, result: Result) -> bool:
 
 def _has_values(panel: PanelSpec, result: Result) -> bool:
     """Whether there is anything valid to draw."""
+    shown = _shown(panel, result)
     if panel.kind in WHOLE:
         found, _ = WHOLE[panel.kind]
-        return bool(found(panel, result))
-    own, x = _shown(panel, result).info, str(panel.x)
+        return bool(found(panel, shown))
+    own, x = shown.info, str(panel.x)
     asked = [panel.metric, *([x] if x in own.metrics else [])]
     places = [p for p, settings in own.points.items() if panel.x is None or x in own.metrics or x in settings]
     cells = product(own.variants, places) if _known(panel, result) else ()
