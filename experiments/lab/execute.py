@@ -48,7 +48,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     started, clock = datetime.now(timezone.utc), time.monotonic()
     results, reports = root / paths.results, root / paths.reports
     own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
-    earlier = resume.find(results / own, _stated(settled), experiment, root) if paths.resume else None
+    earlier = resume.find(results / own, _stated(settled), experiment, clean, root) if paths.resume else None
 
     def result_of(findings: Findings) -> store.Result:
         origin = store.Provenance(

@@ -37,6 +37,10 @@ class Estimate:
     beyond: str = ""  # "> " or "< " of a knee that lies outside of the searched range, of which `median` is the end
     both: tuple[float, ...] = ()  # the values that it rests on, where they are two: an interval is wide then
 
+    def spans(self, times: float) -> bool:
+        """Whether the interval reaches from its lower end to more than so many times it."""
+        return self.low is not None and self.high is not None and self.high > times * self.low
+
     @property
     def told(self) -> int:
         """Of a ratio: 1 where the whole interval lies above 1, -1 where it lies below, 0 where nothing is shown."""

@@ -34,11 +34,7 @@ from mini_infer.core.errors import ConfigError, MiniInferError
 
 OF_SOME = re.compile(r"^Process ([\d, ]+): ")  # begins a note that not all processes say
 # How notes of the run as a whole begin, which are made anew of all its processes.
-OF_RUN = (
-    "Other systems than mini-infer are measured in ",
-    "Transformers is measured in ",
-    "Other GPUs of this machine, ",
-)
+OF_RUN = ("Other systems than mini-infer are measured", "Transformers is measured", "Other GPUs of this machine")
 OF_ALL = ("rows", "requests", "gaps")  # tables to which every process adds
 PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
@@ -66,13 +62,11 @@ def measure(
     peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
     for key, what, count in (
-        ("peers.processes", "Other systems than mini-infer are", peers.processes),
-        ("peers.hf.processes", "Transformers is", peers.hf.processes),
+        ("peers.processes", OF_RUN[0], peers.processes),
+        ("peers.hf.processes", OF_RUN[1], peers.hf.processes),
     ):
         if beside and count is not None and 0 < count < settings.processes:
-            notes.append(
-                f"{what} measured in {count} of {settings.processes} processes ({key}), because starting takes long."
-            )
+            notes.append(f"{what} in {count} of {settings.processes} processes ({key}), because starting takes long.")
     found = [] if earlier is None else [earlier]
     left = [index for index in range(settings.processes) if index not in {p.index for f in found for p in f.processes}]
     several = settings.processes > 1
@@ -100,7 +94,7 @@ def measure(
         if isinstance(findings.error, KeyboardInterrupt):
             break
     if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
-        notes.append(f"Other GPUs of this machine, {busy} at most, computed for somebody else when passes ended.")
+        notes.append(f"{OF_RUN[2]}, {busy} at most, computed for somebody else when passes ended.")
     return merged(found, settings.processes, notes)
 
 

@@ -88,7 +88,7 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
         alone = ratio or effect.own
         why = "one valid repeat" if alone.n == 1 else "one process, all repeats alike" if alone.low is None else ""
         times = (f"{wording.number(ratio.median)}x" if ratio.median != 1 else "") if ratio else ""
-        times = _range(effect.own) if ratio is None and asked else times
+        times = wording.ends(effect.own) if ratio is None and asked else times
         about = "; ".join(filter(None, (times, why, asked)))
         return f"{short} {told}" + (f" ({about})" if about else "")
     if effect.told == 0:
@@ -98,9 +98,9 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
     # The interval that a bound was held against, of the value itself or of the ratio.
-    own = f"{_range(effect.own)}; " if effect.open and effect.is_absolute else ""
+    own = f"{wording.ends(effect.own)}; " if effect.open and effect.is_absolute else ""
     doubts = [f"{own}{asked}"] if asked else []
-    unsure = bool(effect.open and not own) or is_wide(ratio)
+    unsure = bool(effect.open and not own) or ratio.spans(WIDE)
     times = wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x"
     if effect.better is Better.higher and not share:
         short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
@@ -111,15 +111,6 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
         return f"{short} {told}{doubt}"
     by = "" if share or not 0.5 < ratio.median < 2 else f"{_two_digits(100 * abs(ratio.median - 1))} % "
     return f"{short} {told}: {by}worse{doubt}"
-
-
-def is_wide(ratio: Estimate) -> bool:
-    return ratio.low is not None and ratio.high is not None and ratio.high > WIDE * ratio.low
-
-
-def _range(own: Estimate) -> str:
-    """`[82.8, 90.8]`; nothing without an interval."""
-    return wording.interval(own).partition(" ")[2]
 
 
 def figures(effect: effects.Effect, info: RunInfo) -> str:

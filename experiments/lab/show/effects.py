@@ -103,14 +103,10 @@ def worst_elsewhere(result: Result, effect: Effect) -> Effect | None:
     info, (variant, point) = result.info, effect.cell
     if effect.reference is None or effect.reference[0] != info.baseline or effect.at_another_point:
         return None
-    others = [at for at in info.points if at != point and (variant, at) in info.cells]
-    found = [
-        between(result, effect.metric, (variant, at), (info.baseline, at))
-        for at in others
-        if not is_scheduled(effect.metric, at, info)
-    ]
-    worse = [each for each in found if each.told < 0 and each.gain is not None]
-    return min(worse, key=lambda each: each.gain.median if each.gain else 1.0, default=None)
+    others = [at for at in info.points if at != point and not is_scheduled(effect.metric, at, info)]
+    found = (between(result, effect.metric, (variant, at), (info.baseline, at)) for at in others)
+    worse = {each.gain.median: each for each in found if each.gain is not None and each.told < 0}
+    return worse[min(worse)] if worse else None
 
 
 def shown(result: Result, most: int) -> list[Effect]:

@@ -158,7 +158,7 @@ def _beside_others(result: Result) -> list[str]:
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 gain = wording.interval(pair.gain, "x")
-                times = gain if answer.is_wide(pair.gain) else f"{wording.number(pair.gain.median)}x"
+                times = gain if pair.gain.spans(answer.WIDE) else f"{wording.number(pair.gain.median)}x"
                 text = f"{times} as good as {_named(info, peer)} ({theirs})"
                 if pair.gain.low is None:
                     text = f"{text.removesuffix(')')}; no interval)"

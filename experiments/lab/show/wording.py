@@ -156,17 +156,20 @@ def number(value: float) -> str:
 def interval(estimate: Estimate, suffix: str = "") -> str:
     """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched. Repeats of one process that
     are all the same, as a simulator's are, have no interval."""
-    middle = f"{estimate.beyond}{number(estimate.median)}{suffix}"
+    return f"{estimate.beyond}{number(estimate.median)}{suffix} {ends(estimate)}".rstrip()
+
+
+def ends(estimate: Estimate) -> str:
+    """`[1.48, 1.60]`; nothing without an interval."""
     alike = estimate.processes == 1 and estimate.low == estimate.high
     if estimate.low is None or estimate.high is None or alike:
-        return middle
-    return f"{middle} [{number(estimate.low)}, {number(estimate.high)}]"
+        return ""
+    return f"[{number(estimate.low)}, {number(estimate.high)}]"
 
 
 def in_table(estimate: Estimate, suffix: str = "") -> str:
     """As `interval`; `46.8 and 372` of two values whose interval spans more than a power of ten."""
-    low, high = estimate.low, estimate.high
-    if estimate.both and low is not None and high is not None and high > WIDE * low:
+    if estimate.both and estimate.spans(WIDE):
         return " and ".join(f"{number(value)}{suffix}" for value in estimate.both)
     return interval(estimate, suffix)
 

@@ -4,17 +4,16 @@ that was cut off goes on, and one of a single process gets more, also on another
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.lab import typed
+from experiments.lab import points, typed
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.processes import OF_ALL, OF_RUN
-from experiments.lab.points import Point
 from experiments.lab.store import provenance, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import from_plain
@@ -25,7 +24,9 @@ KIND = {"gpu": ("gpu", "gpus", "gpu_memory_gib"), "cpu": ("cpu", "cores")}  # fa
 LEFT_ASIDE = (*typed.PLACES, "measure.processes")  # settings that change nothing of what a process measures
 
 
-def find(place: Path, config: Mapping[str, Any], experiment: Experiment, root: Path) -> Findings | None:
+def find(
+    place: Path, config: Mapping[str, Any], experiment: Experiment, clean: bool | None, root: Path
+) -> Findings | None:
     """What the complete processes of the run at `place`, its files without an ending, have found; None where there is
     no such run, or its first process, which has the gates, is not complete.
 
@@ -33,6 +34,7 @@ def find(place: Path, config: Mapping[str, Any], experiment: Experiment, root: P
 
     Args:
         config: as a run of now would state it.
+        clean: whether the tree equals its commit; None where nobody knows.
         root: of the repository.
     """
     problems, found = list[str](), list[Findings]()
@@ -40,7 +42,7 @@ def find(place: Path, config: Mapping[str, Any], experiment: Experiment, root: P
         if path.exists():
             try:
                 result = store.read(path)
-                if (problem := _problem(result.info, config, experiment, root)) is not None:
+                if (problem := _problem(result.info, config, experiment, clean, root)) is not None:
                     problems.append(f"{path} {problem}")
                 elif (own := _findings(result, experiment.settings.processes)) is not None:
                     found.append(own)
@@ -54,12 +56,15 @@ def find(place: Path, config: Mapping[str, Any], experiment: Experiment, root: P
     return None
 
 
-def _problem(info: store.RunInfo, config: Mapping[str, Any], experiment: Experiment, root: Path) -> str | None:
-    had, asks = (dict(_settings(store.plain(of))) for of in (info.config, config))
-    if other := sorted(key for key in had.keys() | asks.keys() if had.get(key) != asks.get(key)):
+def _problem(
+    info: store.RunInfo, config: Mapping[str, Any], experiment: Experiment, clean: bool | None, root: Path
+) -> str | None:
+    had, asks = (points.flat(store.plain(of)) for of in (info.config, config))
+    counted = (key for key in had.keys() | asks.keys() if not points.within(key, LEFT_ASIDE))
+    if other := sorted(key for key in counted if had.get(key) != asks.get(key)):
         pair = f" ({had.get(other[0])}, not {asks.get(other[0])})"
         return f"was measured with another {other[0]}{pair if len(pair) < LONG else ''}"
-    if not (info.provenance.clean and provenance.is_clean(root)):
+    if not (info.provenance.clean and clean):
         return "can be gone on with only where neither then nor now code was uncommitted"
     if runs.commits_since(info, root) != 0:
         return "was measured before the code that it names changed, or by a commit that is not in this history"
@@ -72,18 +77,6 @@ def _problem(info: store.RunInfo, config: Mapping[str, Any], experiment: Experim
     if differ := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
         return f"was measured with {differ[0]} {then.get(differ[0])}, and here is {now.get(differ[0])}"
     return None
-
-
-def _settings(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key -> value, but for what is left aside."""
-    for name, value in config.items():
-        key = f"{above}{name}"
-        if key in LEFT_ASIDE:
-            continue
-        if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _findings(result: store.Result, planned: int) -> Findings | None:
@@ -106,7 +99,7 @@ def _findings(result: store.Result, planned: int) -> Findings | None:
             "status": store.COMPLETE,
             "processes": whole,
             "notes": [note for note in info.notes if not note.startswith(OF_RUN)],
-            "points": [Point(name, values) for name, values in info.points.items() if name in with_rows],
+            "points": [points.Point(name, values) for name, values in info.points.items() if name in with_rows],
             "ceilings": None if info.ceilings is None else from_plain(Ceilings, info.ceilings),
         }
     )
