@@ -91,6 +91,7 @@ class Capabilities:
     sliding_window: bool
     graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
     gpu_generations: Collection[int] | None = None  # major compute capabilities; None: any
+    captured_prompts: bool = False  # prompts too; query_starts then begin anywhere in q, and rows may have no tokens
     batch_invariant: bool = False  # a query's numbers depend on its position, the keys and the values alone
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:

@@ -35,6 +35,7 @@ class FlashAttnBackend(AttentionBackend):
         devices=frozenset({"cuda"}),
         sliding_window=True,
         graph_safe=True,
+        captured_prompts=True,
         gpu_generations=frozenset({9, 10}),
     )
 

@@ -180,7 +180,7 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, in steps of 64; 0: none
+    max_prefill_tokens: int = 2048  # tokens of the largest captured step with prompts, in steps of 64; 0: none
 
     def __post_init__(self) -> None:
         coerce(self)

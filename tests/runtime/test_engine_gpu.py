@@ -28,7 +28,14 @@ pytestmark = pytest.mark.gpu
 REFERENCE = {"attention": AttentionConfig("sdpa", "sdpa"), "graphs": GraphsConfig(When.never)}  # type: ignore[arg-type]
 
 
-def make(shape: str = "qwen2", *, kernels: str = "auto", dtype: str = "bfloat16", **changes: Any) -> LLMEngine:
+def make(
+    shape: str = "qwen2",
+    *,
+    kernels: str = "auto",
+    dtype: str = "bfloat16",
+    quantization: str = "none",
+    **changes: Any,
+) -> LLMEngine:
     model = ModelConfig(
         path=shape,
         load_format="dummy",  # type: ignore[arg-type]
@@ -36,6 +43,7 @@ def make(shape: str = "qwen2", *, kernels: str = "auto", dtype: str = "bfloat16"
         dtype=dtype,  # type: ignore[arg-type]
         device="cuda",  # type: ignore[arg-type]
         kernels=KernelChoice(kernels),
+        quantization=quantization,  # type: ignore[arg-type]
     )
     base = EngineConfig.from_dict({"cache": {"memory_gib": 1.0}, "scheduler": {"max_num_seqs": 24}})
     return LLMEngine(dataclasses.replace(base, model=model, **changes))
@@ -219,6 +227,34 @@ def test_pieces_give_the_tokens_of_eager_mixed_steps(shape: str, backend: str, b
     assert agreement(tokens(captured), tokens(make(shape, graphs=GraphsConfig(When.never), **same))) >= 0.95
     assert all(taken) or budget == 300
     assert taken.count(True) > 10
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "w8a8", "w4a16"])
+def test_whole_steps_give_the_tokens_of_pieces(shape: str, quantization: str) -> None:
+    """Rows travel to where a graph reads them, decode rows beside prompts: the same kernels on the same numbers."""
+    pytest.importorskip("flash_attn.cute")
+    settings = {"cache": {"prefix_caching": False}, "scheduler": {"max_num_seqs": 24, "max_num_batched_tokens": 100}}
+    config = EngineConfig.from_dict(settings)
+    found = []
+    for whole in (True, False):
+        engine = make(shape, quantization=quantization, cache=config.cache, scheduler=config.scheduler)
+        taken = takes(engine, whole)
+        found.append(tokens(engine))
+        assert sum(taken) > 10 if whole else not any(taken)
+    assert found[0] == found[1]
+
+
+def takes(engine: LLMEngine, whole: bool) -> list[bool]:
+    """Grows with every step in pieces: whether it was taken whole, which only happens where it may."""
+    mixed, taken = engine.executor.runner._model._pieces[False]._mixed, []  # type: ignore[attr-defined]
+    take = mixed.take
+
+    def noted(context: Any) -> bool:
+        taken.append(whole and take(context))
+        return taken[-1]
+
+    mixed.take = noted
+    return taken
 
 
 def test_pieces_stay_right_when_the_memory_around_them_is_used_again(shape: str) -> None:

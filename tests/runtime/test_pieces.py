@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 from fake_graphs import RecordingGraph, numbered
+from torch import Tensor
 
 from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.attention.backend import AttentionBackend, AttentionStep
+from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
+from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.mixed import MixedAttention
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs, graph_bytes, token_ladder
 from mini_infer.runtime.worker.step_input import Samples
 
@@ -69,10 +75,54 @@ def make(**sections: dict[str, Any]) -> LLMEngine:
     return LLMEngine(EngineConfig.from_dict({"model": model, "scheduler": scheduler, **sections}))
 
 
-def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
-    """Puts recorded graphs where a GPU's would be."""
+class MaskedBackend(AttentionBackend):
+    """What a captured kernel does, in operations whose shapes do not depend on lengths: rows without tokens are left
+    as they are, and so is what stands between the rows."""
+
+    capabilities = dataclasses.replace(SdpaBackend.capabilities, graph_safe=True, captured_prompts=True)
+
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        rows = batch.decode_rows()
+        return partial(self._attend, attention, rows.block_tables, rows.seq_lens[:, None] - 1, rows.seq_lens > 0)
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        tables, starts, lens = batch.prefill_rows()
+        tokens = torch.arange(batch.num_tokens, dtype=starts.dtype)
+
+        def step(layer: int, q: Tensor, out: Tensor) -> Tensor:
+            owner = (tokens[:, None] >= starts[1:]).sum(1)
+            own = owner.clamp(max=len(lens) - 1)
+            places = (lens[own] - starts[1:][own] + tokens)[:, None]
+            there = (tokens >= starts[0]) & (owner < len(lens))
+            return self._attend(attention, tables[own], places, there, layer, q, out)
+
+        return step
+
+    def _attend(
+        self,
+        attention: ModelAttention,
+        tables: Tensor,
+        places: Tensor,
+        there: Tensor,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        keys, values = (plane(layer)[tables].flatten(1, 2) for plane in (attention.store.keys, attention.store.values))
+        group = q.shape[1] // keys.shape[2]
+        keys, values = (part.repeat_interleave(group, 2) for part in (keys, values))
+        scores = torch.einsum("thd,tkhd->thk", q, keys) * attention.scale
+        hidden = torch.arange(keys.shape[1]) > places
+        weights = scores.masked_fill(hidden[:, None], -1e30).softmax(-1)
+        return out.copy_(torch.where(there[:, None, None], torch.einsum("thk,tkhd->thd", weights, values), out))
+
+
+def with_pieces(engine: LLMEngine, sizes: list[int], mixed: bool = False) -> PiecewiseGraphs:
+    """Puts recorded graphs where a GPU's would be; `mixed`: of whole steps too."""
     model = engine.executor.runner._model
-    pieces = PiecewiseGraphs(model._model, model.store, sizes, RecordingGraph)
+    limits = engine.config.scheduler.max_num_seqs, engine.max_model_len
+    attention = MixedAttention(model._attention, MaskedBackend(), MaskedBackend(), *limits) if mixed else None
+    pieces = PiecewiseGraphs(model._model, model.store, sizes, RecordingGraph, attention)
     with torch.inference_mode():
         for size in sizes[::-1]:
             pieces._pieces[size] = pieces.capture_size(size)
@@ -87,10 +137,10 @@ def eager() -> Iterator[LLMEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def captured() -> Iterator[LLMEngine]:
+@pytest.fixture(scope="module", params=["pieces", "whole"])
+def captured(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
     engine = make()
-    with_pieces(engine, [64, 128])
+    with_pieces(engine, [64, 128], mixed=request.param == "whole")
     yield engine
     engine.close()
 
@@ -113,9 +163,31 @@ def test_mixed_steps_give_the_tokens_of_eager_ones(eager: LLMEngine, captured: L
     assert captured.scheduler.usage().used_blocks == 0
 
 
-def test_padding_writes_to_the_spare_block_alone() -> None:
+def test_whole_steps_are_those_of_few_prompts_and_no_drafts() -> None:
+    engine = make(cache={"prefix_caching": False}, speculation={"method": "ngram", "num_tokens": 2})
+    pieces = with_pieces(engine, [64, 128], mixed=True)
+    take, taken = pieces._mixed.take, []
+
+    def noted(context: AttentionContext) -> bool:
+        batch = context.batch
+        prompts = batch.num_rows - batch.num_decode_rows
+        context._on_layer = lambda layer: None
+        assert not take(context), "somebody is to be told of each layer"
+        context._on_layer = None
+        taken.append((take(context), prompts <= 4, batch.decode_query_len == 1))
+        return taken[-1][0]
+
+    pieces._mixed.take = noted
+    engine.generate([[7, 8, 9] * 5] * 8, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert {whole == (few and plain) for whole, few, plain in taken} == {True}
+    assert {whole for whole, _, _ in taken} == {True, False}
+    engine.close()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_padding_writes_to_the_spare_block_alone(mixed: bool) -> None:
     engine = make(cache={"num_blocks": 40, "prefix_caching": False})
-    with_pieces(engine, [64])
+    with_pieces(engine, [64], mixed)
     store = engine.executor.runner._model.store
     store.tensors[0].fill_(7.0)
     engine.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))

@@ -1,11 +1,11 @@
-"""Piecewise CUDA graphs, for steps with prompts in them: everything between two attention calls as one launch.
+"""CUDA graphs of steps with prompts in them: of a whole step, or of everything between two attention calls.
 
     token_ids, positions, slot_mapping --> [ graph 0 ] --> attend(0) --> [ graph 1 ] --> ... --> [ graph L ] --> hidden
 
-Attention depends on the rows of a step and on their lengths, so it is called as ever. All else depends on the number
-of tokens alone: there are graphs for a ladder of token counts, and a step takes the next larger one. It is filled up
-with padding tokens, which write to the spare block and whose results nobody reads. All graphs share one memory pool
-(runtime/graphs/capture.py).
+Attention depends on the rows of a step and on their lengths, so it is called as ever. Where its kernels can be captured
+too (mixed.py), the step is one launch. All else depends on the number of tokens alone: there are graphs for a ladder of
+token counts, and a step takes the next larger one. It is filled up with padding tokens, which write to the spare block
+and whose results nobody reads. All graphs share one memory pool (runtime/graphs/capture.py).
 
 A graph knows addresses and nothing else. So what a graph reads is the model's parameters, the KV store, the static
 tensors of `_Static`, or memory of the pool that an earlier graph of the same step has written. The last is safe
@@ -29,6 +29,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, ThreadsGraph, capture_sizes
+from mini_infer.runtime.graphs.mixed import MixedAttention, MixedContext
 from mini_infer.runtime.worker.startup import CaptureReport
 
 _SIZE_STEP = 64  # tokens
@@ -69,12 +70,15 @@ class _Static:
 class _Pieces:
     before: list[tuple[Graph, int]]  # each with the layer that attends after it
     last: Graph
+    whole: Graph | None = None  # the same with attention
 
     def replay(self) -> None:
-        """Without attention."""
+        """All graphs, the pieces without attention."""
         for graph, _ in self.before:
             graph.replay()
         self.last.replay()
+        if self.whole is not None:
+            self.whole.replay()
 
 
 class _CutContext(AttentionContext):
@@ -102,7 +106,7 @@ class _CutContext(AttentionContext):
 
 class PiecewiseGraphs:
     """Graphs of `sizes` tokens, made by `new_graph`, whose padding tokens write to the last block of the KV store: it
-    must be nobody's."""
+    must be nobody's. With `mixed`, there are graphs of whole steps beside the pieces, for steps whose rows it takes."""
 
     def __init__(
         self,
@@ -110,9 +114,11 @@ class PiecewiseGraphs:
         store: KVStore,
         sizes: Sequence[int],
         new_graph: Callable[[], Graph] = ThreadsGraph,
+        mixed: MixedAttention | None = None,
     ) -> None:
         self._model = model
         self._store = store
+        self._mixed = mixed
         self._sizes = sorted(sizes)
         self._padding_slot = (store.num_blocks - 1) * store.block_size
         self._new_graph = new_graph
@@ -131,14 +137,16 @@ class PiecewiseGraphs:
         """Captures all sizes, on a GPU."""
 
         def capture(size: int) -> _Pieces:
-            memory.warm_up(lambda: self._run(size, lambda layer: None))
+            memory.warm_up(lambda: self._run(size, _CutContext(size, self._static, self._store, lambda layer: None)))
+            if self._mixed is not None:
+                memory.warm_up(lambda: self._run(size, self._mixed_context(size)))
             return self.capture_size(size, memory.pool)
 
         self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes())
         return report
 
     def capture_size(self, size: int, pool: Any = None) -> _Pieces:
-        """Captures one forward on the current stream. Whatever it raises, it leaves nothing half captured."""
+        """Captures forwards on the current stream. Whatever it raises, it leaves nothing half captured."""
         layers: list[int] = []
         cutter = Cutter(self._new_graph, pool)
 
@@ -147,14 +155,22 @@ class PiecewiseGraphs:
             cutter.cut()
 
         with cutter:
-            self._run(size, cut)
+            self._run(size, _CutContext(size, self._static, self._store, cut))
         *before, last = cutter.graphs
-        return _Pieces(list(zip(before, layers, strict=True)), last)
+        pieces = list(zip(before, layers, strict=True))
+        if self._mixed is None:
+            return _Pieces(pieces, last)
+        with Cutter(self._new_graph, pool) as cutter:
+            self._run(size, self._mixed_context(size))
+        return _Pieces(pieces, last, cutter.graphs[0])
 
-    def _run(self, size: int, cut: Callable[[int], None]) -> None:
+    def _mixed_context(self, size: int) -> AttentionContext:
+        assert self._mixed is not None, "the caller has asked"
+        return MixedContext(self._mixed, self._static.positions[:size], self._static.slot_mapping[:size])
+
+    def _run(self, size: int, context: AttentionContext) -> None:
         """A forward between static tensors."""
         static = self._static
-        context = _CutContext(size, static, self._store, cut)
         hidden = self._model.forward(static.token_ids[:size], static.positions[:size], context)
         # Copied, so that sizes share one tensor rather than each holding its own.
         static.hidden[:size].copy_(hidden)
@@ -172,6 +188,9 @@ class PiecewiseGraphs:
         static.positions[:count].copy_(context.batch.positions)
         static.slot_mapping[:count].copy_(context.batch.slot_mapping)
         static.slot_mapping[count:size].fill_(self._padding_slot)
+        if pieces.whole is not None and self._mixed is not None and self._mixed.take(context):
+            pieces.whole.replay()
+            return static.hidden[:count]
         q, attended = static.q[:count], static.attended[:count]
         for graph, layer in pieces.before:
             graph.replay()

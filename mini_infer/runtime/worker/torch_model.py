@@ -13,6 +13,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.mixed import MixedAttention
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
 from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.step_input import StepInput
@@ -83,10 +84,16 @@ class TorchModel:
         chosen = backends.prefill.backend, backends.decode.backend
         return AttentionContext(step.batch, self._attention, *chosen, self.on_layer)
 
-    def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
+    def capture_pieces(
+        self, sizes: Sequence[int], memory: GraphMemory, most_rows: int, max_model_len: int
+    ) -> CaptureReport:
         """Captures steps of these numbers of tokens, with adapters where these are active, which `forward` then
-        replays."""
-        pieces = PiecewiseGraphs(self._model, self.store, sizes)
+        replays: of at most so many decode rows of so many tokens each as whole steps, where attention can be."""
+        backends = self._backends.prefill.backend, self._backends.decode.backend
+        mixed = None
+        if MixedAttention.captures(*backends):
+            mixed = MixedAttention(self._attention, *backends, most_rows, max_model_len)
+        pieces = PiecewiseGraphs(self._model, self.store, sizes, mixed=mixed)
         report = pieces.capture(memory)
         self._pieces[self.adapters is not None and self.adapters.active] = pieces
         return report

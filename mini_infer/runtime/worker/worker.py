@@ -263,14 +263,15 @@ class Worker:
             with self._phase("capture decode"):
                 grid = [BatchDescriptor(rows) for rows in batch_ladder(self._most_rows)]
                 self._captured["graphs"] = self._capture_rows(grid, memory, "rows")
-        if sizes:  # without attention and sampler: nothing stands in their way
+        prompts = sizes, memory, self._config.scheduler.max_num_seqs, self.limits.max_model_len
+        if sizes:  # without sampler, and where need be without attention: nothing stands in their way
             with self._phase("capture pieces"):
-                reports = [self._models[0].capture_pieces(sizes, memory) for _ in self._modes()]
+                reports = [self._models[0].capture_pieces(*prompts) for _ in self._modes()]
                 self._captured["prefill_graphs"] = CaptureReport.of_all(reports)
         if self._captures_rows:
             with self._phase("capture rows"):
                 for draft in self._models[1:] if sizes else ():
-                    draft.capture_pieces(sizes, memory)
+                    draft.capture_pieces(*prompts)
                 if self._draft_grid:
                     self._captured["draft_graphs"] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
 

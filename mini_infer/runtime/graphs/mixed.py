@@ -1,0 +1,114 @@
+"""Attention inside the CUDA graph of a step with prompts, which is then one launch without pauses.
+
+A graph knows addresses and shapes. So a step's rows travel to tables that stay where they are, those of decode rows and
+those of prompts. Each has room for more rows, and one that is not there has no tokens: no program runs for it.
+
+    q of the step   | a | b | c | d d d d d | e e e | padding          [size, num_heads, head_dim]
+    decode rows       a   b   c   -   -   -                            one token each, the first of the step's
+    prompts                       d           e       -   -            query_starts count from the step's first token
+
+Decode rows wait for memory, and prompts for the tensor cores. The graph therefore runs them side by side (Kamath et al.
+2024, POD-Attention, arXiv:2410.18038, which has both in one kernel).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mini_infer.attention.backend import AttentionBackend
+from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention, Rows
+from mini_infer.cache.kv_store import KVStore
+
+MOST_PROMPTS = 4  # of a step: kernels have programs for as many
+
+
+class MixedAttention:
+    """Attention of captured steps of at most `most_rows` decode rows and MOST_PROMPTS prompts, each of at most
+    `max_model_len` tokens. Backends are those that `captures` says yes to."""
+
+    def __init__(
+        self,
+        attention: ModelAttention,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
+        most_rows: int,
+        max_model_len: int,
+    ) -> None:
+        assert isinstance(attention.store, KVStore), "other stores are views of one, for kernels"
+        self.store, self.attention, self.prefill, self.decode = attention.store, attention, prefill, decode
+        self.max_model_len = max_model_len
+        device, width = self.store.device, -(-max_model_len // self.store.block_size)
+        self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.decode_rows, self.prompts = (
+            Rows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((rows, width), rows + 1, rows)))
+            for rows in (most_rows, MOST_PROMPTS)
+        )
+        torch.arange(most_rows + 1, out=self.decode_rows.query_starts)
+
+    @staticmethod
+    def captures(prefill: AttentionBackend, decode: AttentionBackend) -> bool:
+        return prefill.capabilities.captured_prompts and decode.capabilities.graph_safe
+
+    def take(self, context: AttentionContext) -> bool:
+        """Puts the rows of a step where graphs read them. False where they are too many, or have drafts, or somebody is
+        to be told of each layer."""
+        batch, decode, prompts = context.batch, self.decode_rows, self.prompts
+        n, width = batch.num_decode_rows, batch.block_tables.shape[1]
+        count = batch.num_rows - n
+        too_many = n > len(decode.seq_lens) or count > MOST_PROMPTS or width > decode.block_tables.shape[1]
+        if too_many or batch.decode_query_len > 1 or context.tells_layers:
+            return False
+        for rows, first, number in ((decode, 0, n), (prompts, n, count)):
+            rows.block_tables[:number, :width].copy_(batch.block_tables[first : first + number])
+            rows.seq_lens[:number].copy_(batch.seq_lens[first : first + number])
+            rows.seq_lens[number:].zero_()
+        prompts.query_starts[: count + 1].copy_(batch.query_starts[n:])
+        prompts.query_starts[count + 1 :].fill_(batch.num_tokens)
+        return True
+
+
+class MixedContext(AttentionContext):
+    """Of a captured step, whose tokens, padding among them, are at these positions and slots [size]."""
+
+    def __init__(self, mixed: MixedAttention, positions: Tensor, slot_mapping: Tensor) -> None:
+        size, longest = len(positions), mixed.max_model_len
+        tables, starts, lens = mixed.decode_rows
+        self._num_rows = rows = min(size, len(lens))
+        self._kv_store, self._attention, self._beside = mixed.store, mixed.attention, mixed.beside
+        decode_rows = AttentionBatch(
+            positions,
+            slot_mapping,
+            block_tables=tables[:rows],
+            query_starts=starts[: rows + 1],
+            seq_lens=lens[:rows],
+            num_decode_rows=rows,
+            max_decode_seq_len=longest,
+        )
+        self.batch = AttentionBatch(
+            positions,
+            slot_mapping,
+            **mixed.prompts._asdict(),
+            num_decode_rows=0,
+            max_prefill_query_len=size,
+            max_prefill_seq_len=longest,
+        )
+        self._prefill = mixed.prefill.prefill(self.batch, self._attention)
+        self._decode = mixed.decode.decode(decode_rows, self._attention)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        assert self._prefill is not None, "there may be prompts"
+        assert self._decode is not None, "there may be decode rows"
+        out = q.new_empty(*q.shape[:2], self._attention.value_dim) if out is None else out
+        rows, beside = self._num_rows, self._beside
+        if beside is None:
+            self._prefill(layer, q, out)
+            self._decode(layer, q[:rows], out[:rows])
+            return out
+        here = torch.cuda.current_stream(q.device)
+        beside.wait_stream(here)
+        self._prefill(layer, q, out)
+        with torch.cuda.stream(beside):
+            self._decode(layer, q[:rows], out[:rows])
+        here.wait_stream(beside)
+        return out
