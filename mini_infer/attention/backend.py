@@ -91,7 +91,9 @@ class Capabilities:
     sliding_window: bool
     graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
     gpu_generations: Collection[int] | None = None  # major compute capabilities; None: any
-    captured_prompts: bool = False  # prompts too; query_starts then begin anywhere in q, and rows may have no tokens
+    # Of which rows may be captured beside others in one q: their query_starts begin anywhere in it, and what belongs to
+    # no row, or to a row of length 0, is left as it is.
+    mixed_graphs: tuple[Kind, ...] = ()
     batch_invariant: bool = False  # a query's numbers depend on its position, the keys and the values alone
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:

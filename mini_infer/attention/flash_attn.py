@@ -35,7 +35,7 @@ class FlashAttnBackend(AttentionBackend):
         devices=frozenset({"cuda"}),
         sliding_window=True,
         graph_safe=True,
-        captured_prompts=True,
+        mixed_graphs=("prefill",),
         gpu_generations=frozenset({9, 10}),
     )
 

@@ -24,6 +24,7 @@ class TritonBackend(AttentionBackend):
         devices=DEVICES,
         sliding_window=True,
         graph_safe=True,
+        mixed_graphs=("decode",),
     )
 
     def check(self, device: torch.device) -> None:

@@ -154,6 +154,18 @@ def test_shapes_that_are_refused(function: Callable[..., Tensor], device: torch.
         make_case(device, [3], heads=(3, 2))(function)
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 40, 0], [0, 0, 0, 0], [0, 2000, 0, 3]])
+def test_rows_without_tokens_are_left_alone(lengths: list[int], device: torch.device) -> None:
+    """Whatever stands there, as it is another's: a captured step has prompts behind its decode rows."""
+    case = make_case(device, [max(1, length) for length in lengths])
+    case.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    expected, there = case(paged_decode_reference), case.seq_lens > 0
+    out = torch.full_like(case.q, 7.0)
+    flash_decode(**vars(case), out=out)
+    assert (out[~there] == 7.0).all()
+    torch.testing.assert_close(out[there], expected[there], rtol=1e-4, atol=1e-5)
+
+
 def test_a_launch_leaves_its_tickets_at_zero(device: torch.device) -> None:
     module = importlib.import_module("mini_infer.kernels.flash_decode")
     case = make_case(device, [500, 3, 300])

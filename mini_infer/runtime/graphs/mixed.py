@@ -21,11 +21,12 @@ from mini_infer.attention.context import AttentionBatch, AttentionContext, Model
 from mini_infer.cache.kv_store import KVStore
 
 MOST_PROMPTS = 4  # of a step: kernels have programs for as many
+MOST_ROWS = 512  # decode rows: of more, Flash Decoding does not leave those without tokens alone
 
 
 class MixedAttention:
-    """Attention of captured steps of at most `most_rows` decode rows and MOST_PROMPTS prompts, each of at most
-    `max_model_len` tokens. Backends are those that `captures` says yes to."""
+    """Attention of captured steps of at most `most_rows` decode rows (and MOST_ROWS) and MOST_PROMPTS prompts, each of
+    at most `max_model_len` tokens. Backends are those that `captures` says yes to."""
 
     def __init__(
         self,
@@ -42,13 +43,13 @@ class MixedAttention:
         self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.decode_rows, self.prompts = (
             Rows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((rows, width), rows + 1, rows)))
-            for rows in (most_rows, MOST_PROMPTS)
+            for rows in (min(most_rows, MOST_ROWS), MOST_PROMPTS)
         )
-        torch.arange(most_rows + 1, out=self.decode_rows.query_starts)
+        self.decode_rows.query_starts.add_(torch.arange(len(self.decode_rows.query_starts), device=device))
 
     @staticmethod
     def captures(prefill: AttentionBackend, decode: AttentionBackend) -> bool:
-        return prefill.capabilities.captured_prompts and decode.capabilities.graph_safe
+        return "prefill" in prefill.capabilities.mixed_graphs and "decode" in decode.capabilities.mixed_graphs
 
     def take(self, context: AttentionContext) -> bool:
         """Puts the rows of a step where graphs read them. False where they are too many, or have drafts, or somebody is

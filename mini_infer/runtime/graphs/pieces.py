@@ -47,7 +47,7 @@ def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> in
         return 0
     attention = spec.attention
     static = spec.hidden_size + attention.num_heads * (attention.head_dim + attention.value_dim)
-    graphs = len(sizes) * (spec.num_layers + 1)
+    graphs = len(sizes) * (spec.num_layers + 2)  # one of them of all layers
     return max(sizes) * (spec.activation_width + static) * dtype.itemsize + graphs * 256 * 2**10 + 32 * 2**20
 
 
