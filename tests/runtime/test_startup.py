@@ -70,12 +70,39 @@ def test_steps_of_each_size_are_of_requests_that_the_largest_admits(most: int) -
     assert all(set(plan.req_indices) <= admitted for plan in plans)
 
 
+@pytest.mark.parametrize(("most", "drafts"), [(1, 1), (5, 3), (40, 4)])
+def test_steps_with_drafts_are_of_each_size_and_each_number_of_them(most: int, drafts: int) -> None:
+    scheduler = {"max_num_seqs": most, "max_num_batched_tokens": 200}
+    config = EngineConfig.from_dict({"scheduler": scheduler, "speculation": {"method": "ngram", "num_tokens": drafts}})
+    largest = largest_steps(config, max_model_len=50, block=0)[0]
+    plans = steps_of_each_size(largest, [1, 2, 4, 8, 24], max_model_len=50, drafts=drafts)
+    drafted = {(plan.num_rows, plan.counts[0] - 1) for plan in plans if plan.drafts}
+    assert {rows for rows, count in drafted if count == min(2, drafts)} >= {*range(1, 1 + min(most, 16))}
+    assert {count for rows, count in drafted if rows == 1} == {*range(1, 1 + drafts)}
+    assert all(len(row) == plan.counts[0] - 1 for plan in plans for row in plan.drafts.values())
+    assert {plan.num_rows for plan in plans if plan.following} == {1, 2, 16}.intersection(range(1, 1 + most))
+    ends = {plan.starts[0] for plan in plans if plan.drafts} - {1}
+    assert ends == {plan.counts[0] for plan in plans if not plan.num_decode_rows}, "drafts catch up with every prompt"
+
+
+DRAFT = SHAPES["qwen3"] | {"num_hidden_layers": 2}
 TRITON = {"prefill": "triton", "decode": "triton"}
 SERVED: dict[str, dict[str, Any]] = {
     "quantized": {"model": {"hf_config": SHAPES["qwen3"], "quantization": "fp8"}, "attention": TRITON},
     "experts": {"model": {"hf_config": SHAPES["qwen2_moe"]}, "cache": {"dtype": "fp8"}, "attention": TRITON},
     "latents": {"model": {"hf_config": LATENTS}},
     "batch-invariant": {"model": {"hf_config": SHAPES["qwen2"]}, "numerics": "batch_invariant"},
+    "drafts": {
+        "model": {"hf_config": SHAPES["qwen2"]},
+        "attention": TRITON,
+        "graphs": {"capture": "never"},
+        "speculation": {
+            "method": "draft",
+            "num_tokens": 3,
+            "adaptive": False,
+            "draft": {"load_format": "dummy", "hf_config": DRAFT},
+        },
+    },
 }
 
 

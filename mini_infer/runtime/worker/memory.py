@@ -77,7 +77,7 @@ def largest_steps(config: EngineConfig, max_model_len: int, block: int, expands:
     steps = [StepPlan.alike(rows, 0, share, decode=False, admissions=admissions)]
     if most_drafts:
         drafts = min(most_drafts, max(1, (tokens - rows) // 2 // rows))
-        steps.append(StepPlan.alike(rows, 0, 1 + drafts, decode=True, drafts=dict.fromkeys(range(rows), [0] * drafts)))
+        steps.append(_with_drafts(rows, 0, drafts))
     if expands:
         longest = max_model_len - 1
         new = min(tokens, longest)
@@ -86,17 +86,31 @@ def largest_steps(config: EngineConfig, max_model_len: int, block: int, expands:
     return steps
 
 
-def steps_of_each_size(largest: StepPlan, rows: Iterable[int], max_model_len: int) -> list[StepPlan]:
+def steps_of_each_size(largest: StepPlan, rows: Iterable[int], max_model_len: int, drafts: int = 0) -> list[StepPlan]:
     """Steps of so many decode rows, and of few, and of prompts that are twice as long each time. Together they call all
-    variants of the kernels that are chosen by the number of tokens. `largest` has admitted their requests."""
-    decode = sorted({*rows, *range(1, FEW_ROWS + 1)})
-    plans = [StepPlan.alike(size, 1, 1, decode=True) for size in decode if size <= largest.num_rows]
+    variants of the kernels that are chosen by the number of tokens. With `drafts`, the most that a row has, there are
+    also such rows with drafts, for which a draft model catches up with the prompts. `largest` has admitted their
+    requests."""
+    decode = [size for size in sorted({*rows, *range(1, FEW_ROWS + 1)}) if size <= largest.num_rows]
+    plans = [StepPlan.alike(size, 1, 1, decode=True) for size in decode]
+    if drafts:
+        # Two, as a draft model computes two tokens of a row in its first round and one in each further round.
+        plans += [_with_drafts(size, 1, min(2, drafts)) for size in decode]
+        for size in {1, 2, FEW_ROWS}.intersection(decode):  # compilers tell apart 1, multiples of 16, and others
+            plans.append(StepPlan.alike(size, 1, 1, decode=True, following=range(size)))
+            plans += [_with_drafts(size, 1, count) for count in range(1, 1 + drafts)]
     tokens = FEW_ROWS
     while (tokens := 2 * tokens) < largest.num_tokens:
         prompts = -(-tokens // (max_model_len - 1))
         if prompts <= largest.num_rows:
             plans.append(StepPlan.alike(prompts, 0, tokens // prompts, decode=False))
+            plans += [_with_drafts(prompts, tokens // prompts, 1)] if drafts else []
     return plans
+
+
+def _with_drafts(rows: int, start: int, count: int) -> StepPlan:
+    """So many drafts each."""
+    return StepPlan.alike(rows, start, 1 + count, decode=True, drafts=dict.fromkeys(range(rows), [0] * count))
 
 
 def hold_small_memory(device: torch.device) -> None:

@@ -164,8 +164,8 @@ class Worker:
         try:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
-                sizes = batch_ladder(scheduler.max_num_seqs)
-                for plan in [*largest, *steps_of_each_size(largest[0], sizes, limits.max_model_len)]:
+                sizes, drafts = batch_ladder(scheduler.max_num_seqs), self._config.speculation.most
+                for plan in [*largest, *steps_of_each_size(largest[0], sizes, limits.max_model_len, drafts)]:
                     for _ in self._modes():
                         runner.collect(runner.launch(plan))
                 # Last come backends that compile by other means, for which the caller waits.
