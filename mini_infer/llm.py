@@ -8,33 +8,11 @@ from typing import Any
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.request import RequestOutput
+from mini_infer.core.vllm_names import SETTINGS
 from mini_infer.runtime.llm_engine import LLMEngine, Params
 from mini_infer.runtime.text.prompt import ChatMessage, Prompt
 
-# Their name -> our setting. What _SECTIONS names (cache={...}) is taken as it is.
-_OPTIONS = {
-    "tokenizer": "model.tokenizer",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "load_format": "model.load_format",
-    "block_size": "cache.block_size",
-    "kvcache_block_size": "cache.block_size",
-    "num_gpu_blocks_override": "cache.num_blocks",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
-    "enable_prefix_caching": "cache.prefix_caching",
-    "swap_space": "cache.host_memory_gib",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "enable_chunked_prefill": "scheduler.chunked_prefill",
-    "enforce_eager": "graphs.capture",
-    "quantization": "model.quantization",
-    "kv_cache_dtype": "cache.dtype",
-    "tensor_parallel_size": "parallel.tensor",
-    "pipeline_parallel_size": "parallel.pipeline",
-    "max_loras": "lora.max_adapters",
-    "max_lora_rank": "lora.max_rank",
-    "seed": "seed",
-}
+# Of EngineConfig: what is given for one (cache={...}) is taken as it is.
 _SECTIONS = ("cache", "scheduler", "attention", "graphs", "speculation", "parallel", "lora")
 
 
@@ -76,11 +54,10 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     for name in [name for name in _SECTIONS if name in options]:
         values[name] = dict(options.pop(name))
     for name, value in options.items():
-        if name not in _OPTIONS:
-            known = ", ".join((*_OPTIONS, *_SECTIONS))
+        ours = SETTINGS.get(name.replace("_", "-"))
+        if ours is None:
+            known = ", ".join((*(known.replace("-", "_") for known in SETTINGS), *_SECTIONS))
             raise ConfigError(f"LLM has no option {name!r}={value!r}. Known: {known}")
-        if name == "enforce_eager":
-            value = "never" if value else "auto"
-        section, _, key = _OPTIONS[name].rpartition(".")
-        (values.setdefault(section, {}) if section else values)[key] = value
+        section, _, key = ours.name.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[key] = ours.value(value)
     return EngineConfig.from_dict(values)

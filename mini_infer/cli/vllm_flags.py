@@ -4,59 +4,18 @@ error that says what to do; none is ignored that would change anything."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.vllm_names import ON, SETTINGS, Ours
 
-
-class Ours(NamedTuple):
-    """
-    Attributes:
-        flag: empty where what is asked for is so anyway.
-        values: ours for theirs; any other value is taken as it is.
-    """
-
-    flag: str
-    values: dict[str, str] = {}  # noqa: RUF012
-
-
-ON, OFF = {"": "true", "true": "true", "false": "false"}, {"": "false"}
-HALF = {"half": "float16", "float": "float32"}
-NAMES = {
-    "max-model-len": Ours("--model.max_model_len"),
-    "dtype": Ours("--model.dtype", HALF),
-    "tokenizer": Ours("--model.tokenizer"),
-    "load-format": Ours("--model.load_format", {"safetensors": "auto"}),
-    "quantization": Ours("--model.quantization", {"compressed-tensors": "none", "awq": "none", "gptq": "none"}),
+NAMES = {name: Ours(f"--{ours.name}", ours.values) for name, ours in SETTINGS.items()} | {
     "q": Ours("--model.quantization"),
-    "device": Ours("--model.device"),
-    "seed": Ours("--seed"),
-    "tensor-parallel-size": Ours("--parallel.tensor"),
     "tp": Ours("--parallel.tensor"),
+    "pp": Ours("--parallel.pipeline"),
     "data-parallel-size": Ours("--parallel.replicas"),
     "dp": Ours("--parallel.replicas"),
-    "pipeline-parallel-size": Ours("--parallel.pipeline"),
-    "pp": Ours("--parallel.pipeline"),
-    "gpu-memory-utilization": Ours("--cache.gpu_memory_utilization"),
-    "kv-cache-dtype": Ours("--cache.dtype", {"fp8_e4m3": "fp8"}),
-    "block-size": Ours("--cache.block_size"),
-    "num-gpu-blocks-override": Ours("--cache.num_blocks"),
-    "swap-space": Ours("--cache.host_memory_gib"),
-    "kv-offloading-size": Ours("--cache.host_prefix_gib"),
-    "enable-prefix-caching": Ours("--cache.prefix_caching", ON),
-    "no-enable-prefix-caching": Ours("--cache.prefix_caching", OFF),
-    "max-num-seqs": Ours("--scheduler.max_num_seqs"),
-    "max-num-batched-tokens": Ours("--scheduler.max_num_batched_tokens"),
-    "enable-chunked-prefill": Ours("--scheduler.chunked_prefill", ON),
-    "no-enable-chunked-prefill": Ours("--scheduler.chunked_prefill", OFF),
-    "scheduling-policy": Ours("--scheduler.policy"),
-    "async-scheduling": Ours("--scheduler.overlap", {"": "always"}),
-    "no-async-scheduling": Ours("--scheduler.overlap", {"": "never"}),
-    "enforce-eager": Ours("--graphs.capture", {"": "never"}),
-    "enable-lora": Ours(""),
+    "enable-lora": Ours(""),  # so anyway, as all that have no name
     "lora-modules": Ours("--lora"),
-    "max-loras": Ours("--lora.max_adapters"),
-    "max-lora-rank": Ours("--lora.max_rank"),
     "api-server-count": Ours("--api-processes"),
     "uvicorn-log-level": Ours("--log-level"),
     "tool-call-parser": Ours("--tool-format", {"llama3_json": "llama3", "llama": "llama3"}),
@@ -115,7 +74,7 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
         if name in INSTEAD:
             raise ConfigError(f"{flag} is vLLM's and has no counterpart here: {INSTEAD[name]}")
         # Behind a switch for what is so anyway stands none of its values, perhaps a model: nothing may get lost.
-        takes = NAMES[name].flag or (words and words[0] in ON)
+        takes = NAMES[name].name or (words and words[0] in ON)
         if not equals and words and not words[0].startswith("-") and takes:
             value = words.pop(0)
         result += _ours(flag, value, NAMES[name], known)
@@ -125,11 +84,11 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def _ours(flag: str, value: str, ours: Ours, known: Collection[str]) -> list[str]:
-    if not ours.flag:
+    if not ours.name:
         return []
-    meant = ours.values.get(value, value)
-    if ours.flag in known:
-        return [ours.flag, meant]
+    meant = ours.value(value)
+    if ours.name in known:
+        return [ours.name, str(meant).lower() if isinstance(meant, bool) else meant]
     if meant == "1":  # so many of what there can be only one of
         return []
-    raise ConfigError(f"{flag} {value}: this version has no counterpart ({ours.flag}); leave it out")
+    raise ConfigError(f"{flag} {value}: this version has no counterpart ({ours.name}); leave it out")

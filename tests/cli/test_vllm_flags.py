@@ -50,5 +50,5 @@ def test_what_has_no_counterpart() -> None:
 
 def test_no_flag_of_ours_is_taken_for_one_of_vllms() -> None:
     assert not {f"--{name}" for name in (*NAMES, *INSTEAD)} & (OURS - {"--seed"})
-    missing = {ours.flag for ours in NAMES.values() if ours.flag and ours.flag not in OURS}
+    missing = {ours.name for ours in NAMES.values() if ours.name and ours.name not in OURS}
     assert missing <= {"--parallel.tensor", "--parallel.replicas", "--parallel.pipeline"}
