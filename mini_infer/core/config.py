@@ -178,7 +178,7 @@ class GraphsConfig:
     """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
     between two attention calls. `capture: never` means both."""
 
-    capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
+    capture: When = When.auto  # CUDA graphs of decode steps, and of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
     max_prefill_tokens: int = 2048  # tokens of the largest captured step with prompts, in steps of 64; 0: none
 

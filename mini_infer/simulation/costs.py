@@ -17,7 +17,7 @@ and so do steps of rows alone, until it has recovered.
              + pair_s * prompts' pairs + beside_s * rows beside prompts + held_block_s * blocks pushed meanwhile
              + throttled_s * tokens * heat   or, of rows alone, + recovering_s * heat
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
-    launch_s = pieces_s or eager_s            to launch one with prompts in pieces or kernel by kernel: where steps
+    launch_s = pieces_s or eager_s            to launch one with prompts as graphs or kernel by kernel: where steps
                                               overlap, the end of the one under way is not told before that
 """
 

@@ -88,7 +88,7 @@ class Worker:
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         counts = parameters if self.device.type == "cpu" else None
         self._threads = StepThreads(config.model.threads, counts, parallel.num_ranks)
-        # On a GPU, what is to be captured: rows with drafts, and numbers of tokens whose steps are captured in pieces.
+        # On a GPU, what is to be captured: rows with drafts, and numbers of tokens of steps with prompts.
         scheduler, graphs = config.scheduler, config.graphs
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
         self._draft_grid = draft_grid(self._most_rows, config.speculation.most)
