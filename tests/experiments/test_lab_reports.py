@@ -803,11 +803,9 @@ def test_an_old_result_is_told_in_todays_words():
         "Process 1: swap at count=2, repeat 1: 1 of 200 steps look too short, since an end before them was read late.",
         "Up to 1 other GPUs of this machine computed for somebody else meanwhile.",
         "Process 2, 3: swap, repeat 2: 4 of 100 steps look too short, since an end before them was read late.",
-        "The host's speed changed by 6 to 6 % during 1 of 6 passes.",
     )
     assert in_todays_words(result(notes=notes)).info.notes == (
         "Other GPUs of this machine, 1 at most, computed for somebody else when passes ended.",
-        "The host's speed changed by 6 % during 1 of 6 passes.",
         "In 2 passes steps look too short, since an end before them was read late: up to 4 % of a pass's.",
     )
     old = {"mbu": Metric("memory bandwidth utilization", "", Better.higher)}
@@ -827,17 +825,13 @@ def test_an_old_result_is_told_in_todays_words():
     assert not set(LABELS) & {metric.label for metric in today}, "an older label that is written today"
 
 
-def test_what_processes_rank_is_one_line_in_words_of_today():
+def test_what_processes_rank_is_one_line():
     """By the sum of places, where the first process names another one first: b has 1, a 5 and c 6."""
-    layer = "model.layers.{}.mlp.{}_proj".format
-    a, b, c = layer(4, "up"), layer(0, "down"), layer(11, "gate")
-    old = "Process {}: int4, groups: what is worth leaving in bf16, the first first: {}, {}."
-    notes = ("First.", *(old.format(n, *own) for n, own in ((1, (c, b)), *((n, (b, a)) for n in (2, 3, 4)))), "Last.")
-    told = list(details._notes(in_todays_words(result(notes=notes)).info.notes))
-    best = "down_proj of layer 0, up_proj of layer 4 (by mean place in 4 processes)"
-    assert told == ["First.", f"int4, groups: layers that gain most by staying in bf16, best first: {best}.", "Last."]
-    (alone,) = details._notes(in_todays_words(result(notes=notes[2:3])).info.notes)
-    assert alone.endswith("best first: down_proj of layer 0, up_proj of layer 4.")
+    head = "int4, groups: layers that gain most by staying in bf16, best first"
+    ranked = (("c", "b"), ("b", "a"), ("b", "a"), ("b", "a"))
+    notes = ["First.", *(f"Process {n}: {head}: {', '.join(own)}." for n, own in enumerate(ranked)), "Last."]
+    assert list(details._notes(notes)) == ["First.", f"{head}: b, a (by mean place in 4 processes).", "Last."]
+    assert list(details._notes(notes[2:3])) == [f"{head}: b, a."]
 
 
 def test_settings_that_a_page_tells_elsewhere_are_not_its_name():
