@@ -39,8 +39,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
-    (reports / gallery.FIGURES).mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
+    figures, index, readme = reports / gallery.FIGURES, reports / INDEX, reports.parent / INDEX
+    figures.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, str] = {}  # of pages, by their names
     drawn: dict[str, str] = {}  # figures as <svg>, by their names
     stale: set[str | None] = set()  # pages whose other figures, made earlier, go
     for page, group in groupby(found, key=page_of):
@@ -49,37 +50,35 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         own = list(group)
         for picture in (picture for r in own for picture in gallery.of(r).every):
             figure = picture.draw()
-            store.write_atomic({reports / gallery.FIGURES / picture.file: frame.png(figure, page)})
+            store.write_atomic({figures / picture.file: frame.png(figure, page)})
             drawn[picture.file] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
         missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
         stale |= set() if missing else {page}
         text = report_page(own, missing, known)
         if reports.parent.name == "trial":  # a folder deeper below the code and the docs that pages link to
             text = re.sub(r"\]\(\.\./(?!results/)", "](../../", text)
-        written.append(reports / f"{page}.md")
-        store.write_atomic({written[-1]: text})
-    index = reports / INDEX
-    store.write_atomic({index: index_page(found, damaged, known)})
+        texts[page] = text
+        store.write_atomic({reports / f"{page}.md": text})
+    contents = index_page(found, damaged, known)
+    store.write_atomic({index: contents})
     # A page whose results cannot be read is known, too: which scale is the default one only the file itself would say.
     pages_of = {path: (path.parts[0], ".".join(path.parts[:2])) for path in damaged}
     if only is None:
         pages = set(map(page_of, found)).union(*pages_of.values())
-        gone = [path for path in reports.glob("*.md") if path != index and path.stem not in pages]
-        for path in (path for path in gone if path.read_bytes().startswith(MARK.encode())):
-            path.unlink()
-        stale |= {frame.made_for(path) for path in (reports / gallery.FIGURES).glob("*.png")} - {None, *pages}
-        texts = {path.stem: path.read_text(encoding="utf-8") for path in (index, *written)}
-        store.write_atomic({reports / HTML: document(texts, drawn)})
-    for path in (reports / gallery.FIGURES).glob("*.png"):
+        for path in reports.glob("*.md"):
+            if path != index and path.stem not in pages and path.read_bytes().startswith(MARK.encode()):
+                path.unlink()
+        stale |= {frame.made_for(path) for path in figures.glob("*.png")} - {None, *pages}
+        store.write_atomic({reports / HTML: document({index.stem: contents, **texts}, drawn)})
+    for path in figures.glob("*.png"):
         if path.name not in drawn and frame.made_for(path) in stale:
             path.unlink()
-    readme = reports.parent / INDEX
     if readme.is_file() and (before := readme.read_text(encoding="utf-8")) != (made := readme_with(before, found)):
         store.write_atomic({readme: made})
     errors = [str(error) for path, error in damaged.items() if only is None or only in pages_of[path]]
     if errors:
         raise store.StoreError("\n".join(["reports were made without these results:", *errors]))
-    return [*written, index]
+    return [*(reports / f"{page}.md" for page in texts), index]
 
 
 def figure_paths(reports: Path, result: store.Result) -> list[Path]:
