@@ -122,8 +122,8 @@ def made_for(path: Path) -> str | None:
 
 
 def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
-    """One legend below all panels, its columns as wide as the longest label; none of fewer than `least` labels. It is
-    what a figure gets last: intervals that run off its axes get their arrows."""
+    """One legend below all panels, each label once, its columns as wide as the longest; none of fewer than `least`. It
+    is what a figure gets last: intervals that run off its axes get their arrows."""
     found: dict[str, dict[str, Any]] = {}
     for ax in axes:
         _arrows(ax)
@@ -231,10 +231,6 @@ def grid_of_rows(ax: Axes) -> None:
     ax.grid(visible=True, axis="x")
 
 
-def once(ax: Axes, label: str) -> str | None:
-    return None if label in ax.get_legend_handles_labels()[1] else label
-
-
 def beside(ax: Axes, text: str, place: tuple[float, float], away: float, **more: Any) -> None:
     """A text `away` points to the right of a place, or to the left."""
     looks: Any = {"va": "center", "fontsize": 8}
@@ -243,8 +239,7 @@ def beside(ax: Axes, text: str, place: tuple[float, float], away: float, **more:
 
 def nothing(ax: Axes, why: str) -> None:
     ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=INK, fontsize=9)
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
 
 
 def line_style(variant: int, kind: int) -> dict[str, Any]:

@@ -68,8 +68,7 @@ def of(result: Result) -> Gallery:
     profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = len({profile.variant for profile in info.profiles}) > 1
     first = [*courses, *(profiles if compared else []), *plots][:1]
-    kept = [picture.name for picture in first]
-    others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each.name not in kept]
+    others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each not in first]
     if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
     return Gallery(tuple(first), tuple(others))

@@ -94,13 +94,12 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     result = _without_searches(result, panel.metric)
     info, metrics = result.info, (str(panel.x), panel.metric)
     of_x, of_y = (of_metric(info.metrics[name]) for name in metrics)
-    named = drawn = False
+    named = False
     for row, (variant, label) in enumerate(info.variants.items()):
         measured = [(p, *(result.values(variant, p, name) for name in metrics)) for p in info.points]
         measured = [each for each in measured if all(each[1:])]
         if not measured:
             continue
-        drawn = True
         names, all_x, all_y = zip(*measured, strict=True)
         x, y = intervals(all_x, of_x), intervals(all_y, of_y)
         style = line_style(row, 0) | y.caps
@@ -114,10 +113,10 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
             if short:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})")
             named = True
-    if drawn:
+    if ax.lines:
         frame.scale(ax.xaxis, panel.log_x)
     ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[metrics[0]], 44))
-    return drawn
+    return bool(ax.lines)
 
 
 def _without_searches(result: Result, metric: str) -> Result:

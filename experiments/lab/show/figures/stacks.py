@@ -41,13 +41,17 @@ def draw(
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
     figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3))
     longest = max(sum(pieces.values()) for pieces in rows.values())
-    sizes = {name: [pieces[name] for pieces in rows.values() if name in pieces] for name in names}
-    thin = {name: found for name, found in sizes.items() if own and max(found) <= NARROW * longest}
+    labels = {name: name for name in names}
+    for name in names if own else ():
+        sizes = [pieces[name] for pieces in rows.values() if name in pieces]
+        if max(sizes) <= NARROW * longest:  # nowhere is it wide enough for its number
+            ends = dict.fromkeys(map(wording.number, (min(sizes), max(sizes))))
+            labels[name] = f"{name}: {' to '.join(ends)} {unit}"
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
         for name, size in ((name, size) for name, size in pieces.items() if size > 0):
             look = {"edgecolor": "white", "linewidth": 0.6, **looks[name]}
-            (bar,) = ax.barh(row, size, 0.68, left=left, label=frame.once(ax, _with_sizes(name, thin, unit)), **look)
+            (bar,) = ax.barh(row, size, 0.68, left=left, label=labels[name], **look)
             frame.says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
             if size > NARROW * longest:
                 frame.beside(ax, wording.number(size), (left + size / 2, row), 0, ha="center", fontsize=7.5, **ON_TOP)
@@ -65,12 +69,6 @@ def draw(
     frame.linear(ax.xaxis, 8)
     frame.legend(figure, [ax])
     return figure
-
-
-def _with_sizes(name: str, thin: Mapping[str, list[float]], unit: str) -> str:
-    """Of a piece that is nowhere wide enough for its number, for the legend."""
-    ends = dict.fromkeys(wording.number(of(thin[name])) for of in (min, max)) if name in thin else ()
-    return f"{name}: {' to '.join(ends)} {unit}" if ends else name
 
 
 def parts_of(panel: PanelSpec, result: Result) -> Rows:

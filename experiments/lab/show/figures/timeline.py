@@ -241,8 +241,7 @@ def first_of(panel: PanelSpec, result: Result) -> dict[str, list[RequestRow]]:
     """By variant the first requests of the panel's first point that has some stored."""
     for point in result.info.points:
         own = {v: [r for r in result.traced if (r.variant, r.point) == (v, point)] for v in result.info.variants}
-        found = {variant: requests[:IN_GANTT] for variant, requests in own.items() if requests}
-        if found:
+        if found := {variant: requests[:IN_GANTT] for variant, requests in own.items() if requests}:
             return found
     return {}
 

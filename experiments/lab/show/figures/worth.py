@@ -58,14 +58,12 @@ def forest(result: Result) -> Figure:
         for end, edge, marker in zip(ends, edges, "<>", strict=True):
             if end != edge:
                 ax.plot([edge], [row], marker, color=colour, markersize=9)
-        legend = frame.once(ax, SAYS[colour])
-        (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8, label=legend)
+        (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8, label=SAYS[colour])
         name, figures = ", ".join(parts[row]), answer.figures(effect, info)
         frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {figures}"])
         for tick, (label, shade) in zip(ticks[row], TICKS.items(), strict=True):
             if tick is not None:
-                legend = frame.once(ax, label)
-                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=legend)
+                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=label)
         text = f"{wording.number(gain.median)}x   {figures}{asked[row]}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
