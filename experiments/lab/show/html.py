@@ -18,12 +18,8 @@ _MARKDOWN = MarkdownIt().enable("table")
 
 
 def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
-    """The whole file.
-
-    Args:
-        pages: name -> markdown, the index first; a link to `name.md` leads there.
-        figures: file name of a picture -> the <svg> that takes its place, whose ids are no other figure's.
-    """
+    """The whole file. `pages`: name -> markdown, the index first; a link to `name.md` leads there. `figures`: file name
+    of a picture -> the <svg> that takes its place, whose ids are no other figure's."""
     styles: dict[str, str] = {}  # what many figures have in common, once: with the class that stands for each
     hatches: dict[str, str] = {}  # likewise, with their ids
 

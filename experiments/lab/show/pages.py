@@ -7,11 +7,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs, stats
+from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import answer, effects, grids, wording
 from experiments.lab.show.answer import badges, flags, sentence
@@ -23,6 +26,7 @@ from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_different
 
 WORSE = 0.1  # the loss whose power is told
 FAR = 10.0  # times worse: what is beyond is none that anybody asks for
+_marked = partial(re.sub, r"^.+?(?= \(|$)", r"**\g<0>**")  # a flag, of which what follows in brackets says more
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
 
 
@@ -45,12 +49,6 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
     parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _marked(flag: str) -> str:
-    """What it is stands out; what follows it in brackets, and what is behind a colon, says more."""
-    name, *more = re.split(r"(?= \()", flag, maxsplit=1)
-    return f"**{name}**{''.join(more)}"
 
 
 def heading(info: RunInfo) -> str:
@@ -266,11 +264,10 @@ def _readme_table(results: Sequence[Result]) -> str:
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
-    best = {r.info.experiment: r for r in own}
     rank = lambda r: (-order.index(column(r.info)), _billions(r.info))  # noqa: E731
-    best |= {r.info.experiment: r for r in sorted(own, key=rank)}
     lines = []
-    for result in best.values():
+    for _, runs in groupby(own, key=lambda r: r.info.experiment):
+        result = sorted(runs, key=rank)[-1]
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
         told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.measured}, {info.hardware}"
@@ -285,7 +282,10 @@ def _billions(info: RunInfo) -> float:
 
 
 def _verdicts(result: Result) -> str:
-    return re.sub(r"\d+ refuted", r"**\g<0>**", wording.counted(result))
+    """`2 supported, **1 refuted**`"""
+    counts = Counter(judged.verdict for judged in result.judgements)
+    told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+    return re.sub(r"\d+ refuted", r"**\g<0>**", told)
 
 
 def _cell(result: Result, since: Since) -> str:

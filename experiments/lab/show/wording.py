@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -224,12 +223,6 @@ def verdicts(result: Result) -> list[Line]:
         alike.setdefault((_asked(gates, info), "" if gates[0].passed else gates[0].variant), []).extend(gates)
     return [*(_of_gates(asked, gates, info) for (asked, _), gates in alike.items()),
             *(of_claim(judged, info) for judged in result.judgements)]  # fmt: skip
-
-
-def counted(result: Result) -> str:
-    """`2 supported, 1 refuted`"""
-    counts = Counter(judged.verdict for judged in result.judgements)
-    return ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
 
 
 def _asked(gates: Sequence[Any], info: RunInfo) -> str:
