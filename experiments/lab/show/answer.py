@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import chain, product
+from typing import Any
 
 from experiments.lab import points
 from experiments.lab.judge import marks, pairs
@@ -227,22 +228,17 @@ def _of_sweep(result: Result) -> str:
     key = keys[0]
     others = [v for v in info.variants if v not in (info.baseline, info.aa)]
     base = info.variants[str(info.baseline)] if info.baseline and others else ""
-
-    def of(variant: str, at: str, name: str) -> Estimate | None:
-        if effects.is_scheduled(name, at, info):
-            return None
-        own = (variant, at)
-        return result.ratio(own, (str(info.baseline), at), name) if base else result.estimate(*own, name)
-
     for name, metric in info.metrics.items():
         sign = 1 if metric.better is Better.higher else -1
-        found = [  # of each variant by the key's value, in the order of points
-            (variant, {info.points[at][key]: (at, own) for at in info.points if (own := of(variant, at, name))})
-            for variant in others or info.variants
-        ]
-        if not (found := [(variant, values) for variant, values in found if values]):
+        found: dict[str, dict[Any, tuple[str, Estimate]]] = {}  # of each variant by the key's value
+        told_at = [at for at in info.points if not effects.is_scheduled(name, at, info)]
+        for cell in product(others or info.variants, told_at):
+            (variant, at), reference = cell, (str(info.baseline), cell[1])
+            if own := result.ratio(cell, reference, name) if base else result.estimate(*cell, name):
+                found.setdefault(variant, {})[info.points[at][key]] = at, own
+        if not found:
             continue
-        variant, values = max(found, key=lambda one: max(sign * own.median for _, own in one[1].values()))
+        variant, values = max(found.items(), key=lambda one: max(sign * own.median for _, own in one[1].values()))
         ends = [pick(values, key=lambda value: values[value][1].median) for pick in (min, max)]
         least, most = (f"{wording.interval(values[end][1], 'x' * bool(base))} at {end}" for end in ends)
         swept, at = list(values), wording.others(info.points[values[ends[0]][0]], key)
@@ -251,10 +247,8 @@ def _of_sweep(result: Result) -> str:
         what = f"{told} over {wording.setting(key)} {over or points.shown(swept)}"
         if base and not any(own.told for _, own in values.values()):
             what = f"No difference is shown in {what}"
-        else:
-            what = _capital(what)
         each = f"{least} to {most}" if least != most else least
-        return f"{what}: {info.variants[variant]} {each}{f', of {base}' if base else ''}."
+        return f"{_capital(what)}: {info.variants[variant]} {each}{f', of {base}' if base else ''}."
     return "There is no answer: no valid measurement."
 
 
