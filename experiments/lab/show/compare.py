@@ -69,8 +69,8 @@ def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
     joined = [(f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines]
     grid = Grid(title, header, tuple(joined))
-    if not joined or grid.width <= SCREEN:
-        return [grid] if joined else []
+    if grid.width <= SCREEN:
+        return [grid] if rows else []
     return [Grid(f"{title} at {point}", header, tuple(lines)) for point, lines in rows.items()]
 
 

@@ -4,7 +4,6 @@ names, beside what it is compared with, its target and its aim."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge.claims import AIM, Claim, Judgement, Verdict
@@ -20,6 +19,7 @@ PEERS = (  # kinds of variants; and of implementations of a kernel, what others 
     *("vllm", "vllm_served", "hf", "hf_continuous"),
     *("fa3", "fa4", "flash_attn", "flash_mla", "sdpa", "torch", "compile"),
 )
+WORSE_LAST = (Verdict.supported, Verdict.inconclusive, Verdict.refuted)  # what several claims come to is the worst
 Cell = tuple[str, str]  # variant, point
 
 
@@ -83,12 +83,13 @@ def of_claims(result: Result) -> list[Effect]:
     for key, own in claims.items():
         effect = functools.reduce(_with_bound, [j.claim for j in own], between(result, *key, own[0].reason))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
+        judged = {j.verdict for j in own if not j.claim.source.startswith(AIM)}
         bounds: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
         for j in own:
             bounds[j.verdict] += [wording.bound(j.claim, result.info)] if j.estimate else []
         effect = replace(
             effect,
-            verdict=_verdict(own),
+            verdict=max(judged, key=WORSE_LAST.index, default=Verdict.inconclusive),
             open=", ".join(bounds[Verdict.inconclusive]),
             missed=", ".join(bounds[Verdict.refuted]),
             is_absolute=not own[0].claim.bound.is_ratio,
@@ -154,8 +155,7 @@ def between(result: Result, metric: str, cell: Cell, reference: Cell | None, rea
     if not (info.fails(*cell) or (reference and info.fails(*reference))):
         own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
         paired = result.ratio(cell, reference, metric) if reference else None
-    if paired is not None and paired.median <= 0:
-        paired = None  # nothing of it was left, and a ratio says nothing
+        paired = paired if paired and paired.median > 0 else None  # else nothing of it was left: a ratio says nothing
     beside = info.variants[reference[0]] if reference else ""
     if not info.is_simulated:
         own, base, paired = map(_without_chance, (own, base, paired))
@@ -208,13 +208,6 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
         aim = effect.aim if claim.aim is None else claim.aim / unit
         return replace(effect, target=claim.value / unit, aim=aim)
     return effect
-
-
-def _verdict(judged: Sequence[Judgement]) -> Verdict:
-    found = {j.verdict for j in judged if not j.claim.source.startswith(AIM)}
-    if Verdict.refuted in found:
-        return Verdict.refuted
-    return Verdict.supported if found == {Verdict.supported} else Verdict.inconclusive
 
 
 def _over(value: float | None, unit: float | None) -> float | None:
