@@ -140,9 +140,9 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
 
 def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | None, named: bool) -> str:
     """Why there is nothing to draw; else empty. `groups`: of bars; `named`: whether they are."""
-    metric = result.info.metrics.get(panel.metric)
-    if metric is None or not _known(panel, result):
+    if not set(_drawn(panel, result)) <= set(result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
+    metric = result.info.metrics[panel.metric]
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
     if groups is not None and groups.out_of:
@@ -167,9 +167,10 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     return ""
 
 
-def _known(panel: PanelSpec, result: Result) -> bool:
-    asked = {panel.metric, *([panel.x] if panel.kind is PanelKind.curve else [])}
-    return panel.kind in WHOLE or asked <= set(result.info.metrics)
+def _drawn(panel: PanelSpec, result: Result) -> list[str]:
+    """Metrics: one, over a setting, or two."""
+    over_metric = panel.kind is PanelKind.curve or panel.x in result.info.metrics
+    return [panel.metric, *([str(panel.x)] if over_metric else [])]
 
 
 def _has_values(panel: PanelSpec, result: Result) -> bool:
@@ -178,11 +179,9 @@ def _has_values(panel: PanelSpec, result: Result) -> bool:
     if panel.kind in WHOLE:
         found, _ = WHOLE[panel.kind]
         return bool(found(panel, shown))
-    own, x = shown.info, str(panel.x)
-    asked = [panel.metric, *([x] if x in own.metrics else [])]
-    places = [p for p, settings in own.points.items() if panel.x is None or x in own.metrics or x in settings]
-    cells = product(own.variants, places) if _known(panel, result) else ()
-    return any(all(result.values(*cell, name) for name in asked) for cell in cells)
+    drawn = _drawn(panel, result)
+    places = [p for p, settings in shown.info.points.items() if panel.x in (None, *drawn, *settings)]
+    return any(all(result.values(*cell, name) for name in drawn) for cell in product(shown.info.variants, places))
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:
