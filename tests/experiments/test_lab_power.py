@@ -60,7 +60,7 @@ def test_as_many_runs_find_a_slowdown_as_they_state(case):
     [
         ("t_quantile", lambda freedom: stats.Z, NOISY),  # as of any number of repeats
         ("processes_differ", lambda groups: False, DIFFERENT),
-        ("_paired", lambda values, baseline: values, NOISY),  # then what slows a whole repeat down counts
+        ("paired", lambda values, baseline: values, NOISY),  # then what slows a whole repeat down counts
     ],
 )
 def test_a_power_that_is_of_another_interval_is_not_what_runs_find(monkeypatch, name, fault, case):

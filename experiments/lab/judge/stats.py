@@ -155,12 +155,13 @@ def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estim
     shared = {turn: value for turn, value in values.items() if turn in baseline}
     if not in_range(shared) or not in_range({turn: baseline[turn] for turn in shared}):
         return None
-    if not _paired(shared, baseline) or 0 in (median(shared.values()), median(baseline[turn] for turn in shared)):
+    if not paired(shared, baseline) or 0 in (median(shared.values()), median(baseline[turn] for turn in shared)):
         return None
-    return _between_knees(lambda values, baseline: factors(_paired(values, baseline)), shared, baseline)
+    return _between_knees(lambda values, baseline: factors(paired(values, baseline)), shared, baseline)
 
 
-def _paired(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> dict[Turn, float]:
+def paired(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> dict[Turn, float]:
+    """Ratios, repeat by repeat, of those that both have, where the baseline is above 0."""
     return {turn: value / baseline[turn] for turn, value in values.items() if baseline.get(turn, 0) > 0}
 
 
@@ -176,7 +177,7 @@ def power(values: Mapping[Turn, float], baseline: Mapping[Turn, float], true: fl
     An interval as wide as this run's, t standard errors to either side, is laid around middles that scatter by this
     run's standard error. The mean over many runs is near the share of them that find the difference (docs/metrics.md).
     That of a noncentral t, with the same standard error, is too high where processes are few."""
-    pairs = _paired(values, baseline)
+    pairs = paired(values, baseline)
     if not pairs or _knees(values):
         return None
     judged = _judged_by(pairs)

@@ -191,17 +191,19 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     series a point. False where there is nothing to show."""
     info, key, places = result.info, str(panel.x), list[float]()
     metric, setting = info.metrics.get(key), sorted((at[key], name) for name, at in info.points.items() if key in at)
+    base = partial(result.values, str(info.baseline), metric=panel.metric)
     if metric:
         series = [(wording.point(p) or "measured", [(v, p) for v in info.variants]) for p in info.points]
     else:
         series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
     for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
         x_of = {cell: median(own.values()) if metric else info.points[cell[1]][key] for cell in cells
-                if (own := result.values(*cell, key)) or not metric}  # fmt: skip
+                if cell[0] != info.baseline and ((own := result.values(*cell, key)) or not metric)}  # fmt: skip
         measured, told = (
-            [(x, ratios) for cell, x in x_of.items() if (ratios := _ratios(name, panel, result, *cell))]
+            [(x, ratios) for (variant, point), x in x_of.items()
+             if (ratios := stats.paired(result.values(variant, point, name), base(point)))]
             for name in (panel.metric, FORMULA)
-        )
+        )  # fmt: skip
         if not measured:
             continue
         x, speedups = zip(*measured, strict=True)
@@ -223,14 +225,6 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")
     return bool(places)
-
-
-def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
-    """Over the panel's metric of the baseline, repeat by repeat."""
-    if variant == result.info.baseline:
-        return {}
-    base = result.values(str(result.info.baseline), point, panel.metric)
-    return {turn: x / base[turn] for turn, x in result.values(variant, point, metric).items() if base.get(turn, 0) > 0}
 
 
 UNNAMED = (1, 0, "none", None)  # values of SHAPE that need not be named
