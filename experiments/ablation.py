@@ -243,12 +243,6 @@ class Ablation(Experiment):
         ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
         return {cell.variant: _one_engine(cell.engine) for cell in ours}
 
-    @property
-    def _gated_over_http(self) -> dict[str, EngineConfig]:
-        """Those that are reached over HTTP, with all that is behind it."""
-        at = [self._cell(variant, self._grid[0]) for variant in self._gated]
-        return {cell.variant: cell.engine for cell in at if cell.kind is Kind.served}
-
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs], steps: Steps) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once; each server is."""
         exact, known, found = ExactGate(device), dict[str, list[Gate]](), list[Gate]()
@@ -263,9 +257,11 @@ class Ablation(Experiment):
                 for of_points in loads.values():
                     known[of_all] += exact.of_own(variant, engines[next(iter(of_points))], of_points)
             found += [replace(gate, variant=variant) for gate in known[of_all]]
-        for variant, engine in self._gated_over_http.items():
-            steps.note(f"gates: tokens of {self.variants[variant]} over HTTP, beside each request's alone")
-            found.append(exact.of_served(variant, engine, partial(served, self.peers)))
+        for variant in self._gated:
+            cell = self._cell(variant, self._grid[0])
+            if cell.kind is Kind.served:  # with all that is behind it
+                steps.note(f"gates: tokens of {self.variants[variant]} over HTTP, beside each request's alone")
+                found.append(exact.of_served(variant, cell.engine, partial(served, self.peers)))
         return found
 
     def _inputs(self, point: Point, vocabulary: Vocabulary) -> Inputs:

@@ -243,12 +243,11 @@ def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:
     several = len({sweep.case for sweep in sweeps}) > 1
     found: dict[str, tuple[Point, Sweep]] = {}
     for sweep in sweeps:
-        own = {"case": sweep.case} if several else {}
-        for shape in points.grid(sweep.shapes):
-            values, name = {**own, **shape.values}, " ".join([*own.values(), *filter(None, [shape.name])])
-            if name in found:
-                raise ConfigError(f"experiment.sweeps has the point {name!r} twice")
-            found[name] = (Point(name, values, shape.labels), sweep)
+        own = {"case": {sweep.case: {"case": sweep.case}}} if several else {}
+        for point in points.grid({**own, **sweep.shapes}):
+            if point.name in found:
+                raise ConfigError(f"experiment.sweeps has the point {point.name!r} twice")
+            found[point.name] = (point, sweep)
     return list(found.values())
 
 

@@ -63,16 +63,15 @@ class Apart:
         """A timer and the largest error. Raises VariantAbsent, and PeerError where it fails."""
         if case.device.type != NEEDS:
             raise VariantAbsent(f"it runs on {NEEDS}, not {case.device.type}")
-        if self._absent:
-            raise VariantAbsent(self._absent)
-        if self._process is not None and not self._process.alive:
-            raise VariantAbsent("its process has failed, and is not asked again")
-        if self._process is None:
+        if self._process is None and not self._absent:
             try:
                 self._process = PeerProcess("vLLM", __name__, EngineConfig(), self._settings)
             except PeerAbsent as why:
                 self._absent = str(why)
-                raise VariantAbsent(self._absent) from why
+        if self._process is None:
+            raise VariantAbsent(self._absent)
+        if not self._process.alive:
+            raise VariantAbsent("its process has failed, and is not asked again")
         make = partial(type(case), case.shape, case.dtype, case.device)
         captured, error = self._process.call("prepare a kernel", "prepare", make=make, variant=variant, seed=seed)
         return Timer(partial(self._process.call, "time a kernel", "sample_us"), captured), error

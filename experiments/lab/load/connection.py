@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 DONE = b"[DONE]"
 Read = tuple[float, bytes]  # when a piece of the body was read, and the piece
 
@@ -103,8 +105,6 @@ class Answer:
 def read_answer(reads: Sequence[Read]) -> Answer:
     """How many tokens an event has is told by its `token_ids`, else by its `usage`, else it is one. Where that does not
     add up to what the server counted in the end, the answer is an error: times would be guesses."""
-    import msgspec
-
     answer, done, rest = Answer(), False, b""
     for at, piece in reads:
         *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")

@@ -28,7 +28,6 @@ from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.settings import PREFIX, table
 
-NEEDS = ("httptools", "msgspec")
 OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warning")  # of mini-infer-serve
 BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
@@ -104,8 +103,8 @@ class Bench(Subject):
 
 def require_client() -> None:
     """Raises ConfigError where what the load client needs is not installed."""
-    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install -e '.[serve]'")
+    if importlib.util.find_spec("httptools") is None:
+        raise ConfigError("load over HTTP needs httptools: pip install -e '.[serve]'")
 
 
 def open_subject(kind: Kind, settings: PeerSettings, server: PeerProcess | None) -> OverHTTP:
@@ -141,18 +140,18 @@ def _target(url: str, model: str) -> Target:
     return Target(parts.hostname, parts.port or 80, f"{path}/v1/completions", model)
 
 
+@dataclass
 class Server:
-    """A server that runs: its command, its process, and what is to be known of it: url, model, api_pid, engine_pids and
-    the settings for the report."""
+    """A server that runs."""
 
-    def __init__(self, command: str, process: subprocess.Popen[Any]) -> None:
-        self._command, self.process = command, process
-        self.about: dict[str, Any] = {}
+    command: str
+    process: subprocess.Popen[Any]
+    about: dict[str, Any] = field(default_factory=dict)  # url, model, api_pid, engine_pids, settings for the report
 
     def check(self) -> None:
         """Raises RuntimeError where it does not run any more."""
         if self.process.poll() is not None:
-            raise RuntimeError(f"{self._command} ended with code {self.process.returncode}")
+            raise RuntimeError(f"{self.command} ended with code {self.process.returncode}")
 
 
 def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
