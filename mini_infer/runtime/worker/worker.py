@@ -164,7 +164,8 @@ class Worker:
         try:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
-                sizes, drafts = batch_ladder(scheduler.max_num_seqs), self._config.speculation.most
+                sizes = batch_ladder(scheduler.max_num_seqs)
+                drafts = 0 if self._captures_rows else self._config.speculation.most  # to capture compiles as well
                 for plan in [*largest, *steps_of_each_size(largest[0], sizes, limits.max_model_len, drafts)]:
                     for _ in self._modes():
                         runner.collect(runner.launch(plan))
