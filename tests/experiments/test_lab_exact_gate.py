@@ -303,7 +303,7 @@ def test_one_engine_answers_all_points_and_forgets_each(gate: ExactGate, monkeyp
 
 def test_what_its_engines_are_made_of() -> None:
     asked = config("others' kernels", "cpu")
-    given = exact_gate._invariant(asked)
+    given = exact_gate.ExactGate("cuda")._comparable(asked)
     assert given.numerics is Numerics.batch_invariant
     assert (given.attention.prefill, given.attention.decode) == (AttentionChoice.auto, AttentionChoice.auto)
     assert given.model.kernels is KernelChoice.auto

@@ -17,19 +17,10 @@ from experiments.lab.judge import logit_gate
 from experiments.lab.judge.gate import ALONE, Gate, Tokens, compare
 from experiments.lab.workloads import Inputs, Item
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import (
-    AttentionChoice,
-    Batching,
-    EngineConfig,
-    KernelChoice,
-    Layout,
-    LoadFormat,
-    LoraConfig,
-    ModelConfig,
-    Numerics,
-)
+from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, LoraConfig, ModelConfig, Numerics
+from mini_infer.core.config import replace as changed
 from mini_infer.core.request import TokenLogprob
-from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
+from mini_infer.core.speculation_config import DraftConfig, SpeculationMethod
 from mini_infer.modeling.loader import load_spec
 from mini_infer.modeling.spec import MLASpec, MoESpec
 
@@ -55,6 +46,7 @@ Question = tuple[list[int], SamplingParams]
 Asked = tuple[Sequence[Item], list[Question]]  # what primes the prefix cache, and the questions behind it
 Answer = list[tuple[int, TokenLogprob | None]]  # tokens, with their log-probabilities where they are asked for
 Answers = list[Answer]
+Draft = Callable[[DraftConfig], DraftConfig]  # what stands for a draft model
 Ask = Callable[[Sequence[Question]], Tokens]  # all questions at once
 
 
@@ -82,14 +74,14 @@ class ExactGate:
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With a shipped model, in place of the variant's."""
-        asked, stressed = {"": ((), _probes_of(config))}, _stressed(config)
-        return self._gates(variant, stressed, asked, _trained(stressed))[0]
+        questions, stressed = probes(whole=not config.scheduler.chunked_prefill), _stressed(config)
+        return self._gates(variant, stressed, {"": ((), questions)}, _trained(stressed))[0]
 
     def of_served(
         self, variant: str, config: EngineConfig, serve: Callable[[EngineConfig], AbstractContextManager[Ask]]
     ) -> Gate:
         """As of_probes, of the base model's tokens that `serve` brings over HTTP from a server with these settings."""
-        questions = _probes_of(config)
+        questions = probes(whole=not config.scheduler.chunked_prefill)
         stressed = self._comparable(_stressed(replace(config, lora=LoraConfig())))
         with serve(stressed) as ask:
             found = [ask(questions) for _ in range(2)]
@@ -132,26 +124,19 @@ class ExactGate:
         return found
 
     def _comparable(self, config: EngineConfig) -> EngineConfig:
-        return _invariant(config) if self._on_gpu else replace(config, numerics=Numerics.fast)
+        if not self._on_gpu:
+            return replace(config, numerics=Numerics.fast)
+        # Batch-invariant numerics have kernels and attention of their own: a choice of others gives way.
+        own = changed(config, model={"kernels": "auto"}, attention={"prefill": "auto", "decode": "auto"})
+        return replace(own, numerics=Numerics.batch_invariant)
 
     def _asked_alone(self, config: EngineConfig, questions: list[Question]) -> Answers:
         """Each question is asked once of the same engine."""
-        asked = {_key(config, question): question for question in questions}
+        asked = {repr((config, question)): question for question in questions}
         if new := {key: question for key, question in asked.items() if key not in self._alone}:
             with closing(LLMEngine(config)) as engine:
                 self._alone |= {key: _answers(engine, [question])[0] for key, question in new.items()}
-        return [self._alone[_key(config, question)] for question in questions]
-
-
-def _key(config: EngineConfig, question: Question) -> str:
-    return repr((config, question))
-
-
-def _invariant(config: EngineConfig) -> EngineConfig:
-    """In batch-invariant numerics, whose kernels and attention are of their own: a choice of others gives way."""
-    model = replace(config.model, kernels=KernelChoice.auto)
-    attention = replace(config.attention, prefill=AttentionChoice.auto, decode=AttentionChoice.auto)
-    return replace(config, model=model, attention=attention, numerics=Numerics.batch_invariant)
+        return [self._alone[repr((config, question))] for question in questions]
 
 
 def plain(config: EngineConfig) -> EngineConfig:
@@ -166,10 +151,6 @@ def plain(config: EngineConfig) -> EngineConfig:
 
 def _trained(config: EngineConfig) -> str:
     return f"trained weights of {config.model.path}, small chunks, little memory"
-
-
-def _probes_of(config: EngineConfig) -> list[Question]:
-    return probes(whole=not config.scheduler.chunked_prefill)
 
 
 def probes(whole: bool = False) -> list[Question]:
@@ -199,24 +180,12 @@ def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Que
 def _shrunk(config: EngineConfig) -> EngineConfig:
     """Few layers of the shape, and of a draft's, and memory for KV that shrinks with them, so that it is as short as it
     was; places for as many requests as are asked, since of larger batches no graph need be captured."""
-    small = logit_gate.shrunk(config)
-    cache = config.cache
+    cache, scheduler = config.cache, config.scheduler
     if cache.num_blocks is None:
         share = logit_gate.LAYERS / int(logit_gate.shape_of(config.model)["num_hidden_layers"])
         cache = replace(cache, memory_gib=(cache.memory_gib or 16) * share)
-    speculation = _real(config.speculation)
-    if speculation.has_draft_model:
-        shape = logit_gate.few_layers(logit_gate.shape_of(speculation.draft))
-        draft = replace(speculation.draft, hf_config=shape, load_format=LoadFormat.dummy)
-        speculation = replace(speculation, draft=draft)
-    return replace(
-        config,
-        model=replace(small.model, max_model_len=config.model.max_model_len),
-        cache=cache,
-        scheduler=replace(config.scheduler, max_num_seqs=min(config.scheduler.max_num_seqs, MOST_REQUESTS)),
-        speculation=speculation,
-        lora=_random(config.lora),
-    )
+    scheduler = replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, MOST_REQUESTS))
+    return _around(config, logit_gate.few_layers(config.model), logit_gate.few_layers, cache=cache, scheduler=scheduler)
 
 
 def _stressed(config: EngineConfig) -> EngineConfig:
@@ -225,37 +194,29 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     mixture = isinstance(spec.attention, MLASpec) or any(isinstance(x.feed_forward, MoESpec) for x in spec.layers)
     shipped = MIXTURE if mixture else MODEL
     model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
-    speculation = _real(config.speculation)
-    if speculation.has_draft_model:
-        speculation = replace(speculation, draft=DraftConfig(path=DRAFT))
     scheduler, cache = config.scheduler, config.cache
     tier = None if cache.host_prefix_gib is None else SMALL_TIER_GIB
-    most = CHUNK if scheduler.chunked_prefill else 640
     blocks = 3 * (-(-640 // cache.block_size))
     if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
         blocks = -(-768 // cache.block_size)  # for 640 tokens of the longest: who grows makes others give way
-    return replace(
-        config,
-        model=model,
-        # Without files: those of earlier gates would answer.
-        cache=replace(logit_gate.bare(cache, blocks), host_prefix_gib=tier, watermark=0.0),
-        scheduler=replace(scheduler, max_num_seqs=8, max_num_batched_tokens=most),
-        speculation=speculation,
-        lora=_random(config.lora),
-    )
+    # Without files: those of earlier gates would answer.
+    cache = replace(logit_gate.bare(cache, blocks), host_prefix_gib=tier, watermark=0.0)
+    most = CHUNK if scheduler.chunked_prefill else 640
+    scheduler = replace(scheduler, max_num_seqs=8, max_num_batched_tokens=most)
+    return _around(config, model, lambda _: DraftConfig(path=DRAFT), cache=cache, scheduler=scheduler)
 
 
-def _random(lora: LoraConfig) -> LoraConfig:
-    """Adapters in folders are of the true model: as many random ones stand for them."""
-    return replace(lora, adapters={}, dummy=lora.dummy + len(lora.adapters))
-
-
-def _real(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Synthetic acceptance makes up tokens: its drafts are verified like any here."""
-    if speculation.method is not SpeculationMethod.synthetic:
-        return speculation
-    method = SpeculationMethod.draft if speculation.draft.given else SpeculationMethod.suffix
-    return replace(speculation, method=method, acceptance=None)
+def _around(config: EngineConfig, model: ModelConfig, draft: Draft, **others: Any) -> EngineConfig:
+    """The config's mechanisms around another model, with `others` of its sections. Adapters in folders are of the true
+    model: as many random ones stand for them. Synthetic acceptance makes up tokens: its drafts are verified here."""
+    speculation, lora = config.speculation, config.lora
+    if speculation.method is SpeculationMethod.synthetic:
+        method = SpeculationMethod.draft if speculation.draft.given else SpeculationMethod.suffix
+        speculation = replace(speculation, method=method, acceptance=None)
+    if speculation.has_draft_model:
+        speculation = replace(speculation, draft=draft(speculation.draft))
+    lora = replace(lora, adapters={}, dummy=lora.dummy + len(lora.adapters))
+    return replace(config, model=model, speculation=speculation, lora=lora, **others)
 
 
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:

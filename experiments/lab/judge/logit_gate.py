@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ STEPS = 12  # decoded after each prompt: some cross the end of a block
 LENGTH = 2048  # tokens that the model takes, at most
 SEQUENCES = 4  # that the engine could hold at once
 
-
 Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
+Shaped = TypeVar("Shaped", ModelConfig, DraftConfig)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +77,13 @@ def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGat
 def shrunk(config: EngineConfig) -> EngineConfig:
     """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
     depend on what the run needs; without what `probe_batch` goes past: hits, overlap, drafts and adapters."""
-    model, shape = config.model, few_layers(shape_of(config.model))
-    length = min(LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
+    length = min(LENGTH, int(shape_of(config.model).get("max_position_embeddings", LENGTH)))
     if not config.scheduler.chunked_prefill:
         length = min(length, config.scheduler.max_num_batched_tokens)
     blocks = SEQUENCES * math.ceil(length / config.cache.block_size)
     return replace(
         config,
-        model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
+        model=replace(few_layers(config.model), max_model_len=length),
         cache=replace(bare(config.cache, blocks), prefix_caching=False),
         scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES, overlap=When.never),
         speculation=SpeculationConfig(),
@@ -155,10 +154,12 @@ def shape_of(model: ModelConfig | DraftConfig) -> dict[str, Any]:
     return shape
 
 
-def few_layers(shape: dict[str, Any]) -> dict[str, Any]:
+def few_layers(model: Shaped) -> Shaped:
+    """With random weights."""
+    shape = shape_of(model)
     layers = min(LAYERS, int(shape["num_hidden_layers"]))
     kinds = {"layer_types": shape["layer_types"][:layers]} if shape.get("layer_types") else {}
-    return {**shape, "num_hidden_layers": layers, **kinds}
+    return replace(model, hf_config={**shape, "num_hidden_layers": layers, **kinds}, load_format=LoadFormat.dummy)
 
 
 def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:
