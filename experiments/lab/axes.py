@@ -44,9 +44,7 @@ class Axes:
 def register(folder: Path, only: str = "*") -> None:
     """Makes nodes of all experiments in `folder` known to Hydra, or of the one of that name."""
     store = ConfigStore.instance()
-    for path in sorted(folder.glob(f"{only}.yaml")):
-        if path.name.startswith("_"):
-            continue
+    for path in sorted(path for path in folder.glob(f"{only}.yaml") if not path.name.startswith("_")):
         for scale, via, content in nodes(OmegaConf.load(path), _limits(_whole(path))):
             name = f"{path.stem}.{scale}.{via}"
             store.store(name, _merged(content, {"axes": {"node": name}}), GROUP, "_global_")
@@ -102,7 +100,7 @@ def read(path: Path) -> Any:
 
 def check(config: DictConfig, experiment: str) -> str:
     """The scale that is taken where none is chosen: the first. Raises ConfigError for axes that it does not have."""
-    axes, known = chosen(config), dict[str, list[str]]()
+    axes, known = config.axes, dict[str, list[str]]()
     for scale, via, _ in nodes(config):
         known.setdefault(scale, []).append(via)
     if axes.node == f"{experiment}.{axes.scale}.{axes.via}":
@@ -117,11 +115,6 @@ def check(config: DictConfig, experiment: str) -> str:
     more = f"Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
     asked = f"{experiment} says nothing of scale={axes.scale} via={axes.via}"
     raise ConfigError(f"{asked}. It is measured at {there}. {more}")
-
-
-def chosen(config: DictConfig) -> Axes:
-    values = cast("dict[str, Any]", OmegaConf.to_container(config.axes, resolve=True))
-    return Axes(**{**values, "code": tuple(values["code"])})
 
 
 def _merged(node: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,9 +49,9 @@ def groups(conf: Path) -> dict[str, list[str]]:
 
 def defaults(conf: Path) -> dict[str, str]:
     """Group -> the option that is taken where nothing is said; groups that take none then are left out."""
-    named = (entry for entry in read(conf / "config.yaml")["defaults"] if isinstance(entry, dict))
-    chosen = {group: option for entry in named for group, option in entry.items()}
-    return {group: option for group, option in chosen.items() if option is not None and group != "optional at"}
+    named = [entry for entry in read(conf / "config.yaml")["defaults"] if isinstance(entry, dict)]
+    chosen = {group: option for entry in named for group, option in entry.items() if option is not None}
+    return {group: option for group, option in chosen.items() if group != "optional at"}
 
 
 def experiment_names(conf: Path) -> list[str]:
@@ -79,9 +79,8 @@ def experiment_list(conf: Path) -> str:
 
 
 def help_text(conf: Path) -> str:
-    taken = defaults(conf)
-    marked = {group: [o + "*" * (o == taken.get(group)) for o in known] for group, known in groups(conf).items()}
-    options = {group: "  ".join(known) for group, known in marked.items()}
+    taken = defaults(conf).items()
+    options = [(g, "  ".join(o + "*" * ((g, o) in taken) for o in known)) for g, known in groups(conf).items()]
     commands = [(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]
     return f"""\
 mini-infer: run an experiment; it writes tables and a report with figures
@@ -92,7 +91,7 @@ Experiments
 {experiment_list(conf)}
 
 Option groups (group=option; * is taken where nothing is said)
-{_table(list(options.items()))}
+{_table(options)}
 
 Without a choice scale is the one of that model, or the first that stands beside the experiment's name,
 engine/prefix_cache what engine/cache can do, and hardware is looked up by its name.

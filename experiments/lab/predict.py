@@ -148,11 +148,11 @@ def _when(root: Path) -> str:
 
 def _with_predictions(info: store.RunInfo, today: Mapping[str, str], notes: Sequence[str]) -> store.RunInfo:
     """With those of `today`, name -> label, each behind what was measured, and with what `notes` say has none."""
-    behind = {name: {key: today[key] for key in [name + PREDICTED] if key in today} for name in info.variants}
+    labels = {**today, **info.variants}
+    variants = {key: labels[key] for name in info.variants for key in (name, name + PREDICTED) if key in labels}
     without = [note for note in notes if note.startswith(NONE_OF)]
-    if not any(behind.values()):
+    if variants == info.variants:
         raise ConfigError(". ".join([f"{store.run_path(info)}: nothing that it measured can be predicted", *without]))
-    variants = {key: of for name, label in info.variants.items() for key, of in ({name: label} | behind[name]).items()}
     return replace(info, variants=variants, notes=(*info.notes, *without))
 
 

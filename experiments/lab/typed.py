@@ -79,7 +79,8 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     first = points.grid(schema.plain(config.experiment).get("points") or {})[0].values
     schema.workload(schema.with_values(schema.of_points(config), first))  # to find what it does not know
     OmegaConf.set_struct(config, True)
-    return Settled(config, axes.chosen(config), default, changed, tuple(notes))
+    chosen = schema.build(axes.Axes, config.axes, "axes")
+    return Settled(config, chosen, default, changed, tuple(notes))
 
 
 def _changed(config: DictConfig, typed: Sequence[Override]) -> dict[str, str]:

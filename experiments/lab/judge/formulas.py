@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from experiments.lab.explain import suggest
+from experiments.lab import explain
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
 from experiments.lab.judge.metrics import (
@@ -44,7 +44,6 @@ NOT_TOLD = Missing("only the processes of our own server can be asked", applies=
 NO_COUNTER = Missing("no GPU has counted its energy", applies=False)
 OfStep = Callable[[StepRecord], float]
 OfExchange = Callable[[ExpertTraffic], float]
-OfFloors = Callable[[Sequence[Floor], float], float]
 BURST = "what counts of the requests has come within "
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
@@ -92,11 +91,11 @@ def _rate(count: Callable[[Served], float], served: Served, _: Context) -> float
     return count(served) / served.seconds if served.seconds > 0 and served.counted else NOTHING
 
 
-def _mean_over_time(value: OfStep, per: OfStep, served: Served) -> float | Missing:
-    """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
-    lasted = [(record.end_time - record.start_time, record) for record in served.records]
-    above, below = (sum(t * of(record) for t, record in lasted) for of in (value, per))
-    return above / below if below > 0 else NOTHING
+def _kv_utilization(served: Served) -> float | Missing:
+    """Each step counts by how long it took. Idle time between steps counts nothing."""
+    lasted = [(record.end_time - record.start_time, record.kv) for record in served.records]
+    reserved = sum(seconds * kv.reserved_slots for seconds, kv in lasted)
+    return sum(seconds * kv.used_slots for seconds, kv in lasted) / reserved if reserved > 0 else NOTHING
 
 
 def _completed(served: Served) -> float:
@@ -141,7 +140,7 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     return _over_http(compute)
 
 
-def _roofline(value: OfFloors, served: Served, context: Context) -> float | Missing:
+def _roofline(value: Callable[[Sequence[Floor], float], float], served: Served, context: Context) -> float | Missing:
     """Of the steps' floors, and the seconds that they took: scheduling, which the host adds, is part of the gap."""
     if not served.records:
         return NOT_A_PEERS
@@ -184,8 +183,7 @@ SERVING: dict[str, Formula] = {
     "preemptions": of_requests("preemptions", "", LOWER, lambda s, c:
         float(sum(r.preemptions for r in s.requests)) if s.records else NOT_A_PEERS),
     "total_s": of_pass("time for the whole workload", "s", LOWER, lambda s, c: s.took),
-    "kv_utilization": of_engine("KV slots in use / reserved", "", HIGHER, partial(
-        _mean_over_time, lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots), share=True),
+    "kv_utilization": of_engine("KV slots in use / reserved", "", HIGHER, _kv_utilization, share=True),
     "host_hit_rate": of_engine("share of prompt tokens that came back from host memory", "", HIGHER,
                                partial(_hits, lambda r: r.host_hit_tokens), share=True),
     "disk_hit_rate": of_engine("share of prompt tokens that came back from files", "", HIGHER,
@@ -258,8 +256,7 @@ def require_known(names: Sequence[str], slo: SLO) -> None:
     """Raises ConfigError with the closest match."""
     for name in names:
         base, at, group = name.partition(CLASS)
-        if base not in SERVING:
-            raise ConfigError(f"unknown metric {base!r}{suggest(base, SERVING)}")
+        explain.require_known("unknown metric", [base], SERVING)
         if at and not SERVING[base].of_requests:
             known = ", ".join(key for key, formula in SERVING.items() if formula.of_requests)
             raise ConfigError(f"metric {name!r}: {base} is taken of the whole pass. Of one class of requests: {known}")
@@ -273,9 +270,8 @@ def require_classes(names: Sequence[str], classes: Iterable[str], where: str) ->
     """Raises ConfigError where a metric is asked of a class that the workload does not have."""
     known = sorted({c for c in classes if c})
     for name in names:
-        _, _, group = name.partition(CLASS)
-        if group and group not in known:
-            raise ConfigError(f"metric {name!r}: {where} has no requests called {group!r}{suggest(group, known)}")
+        group = name.partition(CLASS)[2]
+        explain.require_known(f"metric {name!r}: {where} has no requests called", [group] if group else [], known)
 
 
 def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:

@@ -91,9 +91,7 @@ def short_passes(result: Result) -> str:
 def of(result: Result) -> list[str]:
     """Everything that marks the run, in words; empty where nothing does. What stands in brackets can be left out."""
     info, found, told = result.info, again(result), []
-    if found is not None and found.told:
-        assert found.low is not None
-        assert found.high is not None
+    if found is not None and found.low is not None and found.high is not None and found.told:
         ratio = wording.interval(found)
         if min(abs(found.low - 1), abs(found.high - 1)) < NEAR:  # else an end that is not 1 would read 1.00
             ratio = f"{found.median:.4f} [{found.low:.4f}, {found.high:.4f}]"
