@@ -20,12 +20,12 @@ from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.load.asked import served
 from experiments.lab.measure import ceilings, cells, hardware
-from experiments.lab.measure.cells import Cell
-from experiments.lab.measure.costs import device_of
+from experiments.lab.measure.cells import Cell, Lending
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import require_servable
+from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import NONE_OF, PREDICTED, RATE, TAKE
@@ -153,7 +153,7 @@ class Ablation(Experiment):
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
-        computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
+        computed_on = hardware.resolve(self._cell(spec.baseline, self._grid[0]).engine.model.device)
         limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
@@ -165,8 +165,9 @@ class Ablation(Experiment):
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        others, error_gates = (self.peers, self.simulator, self.aa, self._left_out), list[ErrorGate]()
-        with closing(Session(ledger, self._cells, len(repeats), steps, spec, *others)) as session:
+        keep, error_gates = spec.keep_engines, list[ErrorGate]()
+        with closing(Lending(keep, Peers(self.peers, keep), self.simulator, steps.within)) as lending:
+            session = Session(ledger, self._cells, len(repeats), steps, spec, lending, self.aa, self._left_out)
             gated = self.settings.gates
             if gated and spec.gate_logit_error is not None:
                 steps.note("gates: logits of all variants, beside those in fp32")
@@ -208,7 +209,7 @@ class Ablation(Experiment):
             profiles=session.profiles,
             kernels=session.kernels,
             procedure=KEPT if spec.keep_engines else "",
-            peers=session.lending.about,
+            peers=lending.about,
             points=[point for point in self.points if point.name not in not_visited],
             gpu=session.watch.summary(),
         )
@@ -223,7 +224,7 @@ class Ablation(Experiment):
     def _predictions(self) -> dict[str, str]:
         """Simulated variant -> the measured one of the same settings."""
         at = [self._cell(variant, self._grid[0]) for variant in self._alone]
-        measured = [cell for cell in at if cell.kind in (Kind.engine, Kind.served)]
+        measured = [cell for cell in at if cell.kind.can.ours]
         return {
             cell.variant: other.variant
             for cell in at

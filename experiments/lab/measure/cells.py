@@ -14,8 +14,8 @@ import torch
 
 from experiments.lab.judge import formulas, roofline
 from experiments.lab.judge.metrics import SLO, Context, Missing
+from experiments.lab.measure import hardware
 from experiments.lab.measure.clocks import Drift, Watch
-from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind, Subject
@@ -160,8 +160,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, "a dry model moves no bytes")
     if ceilings is None:
         return Context(slo, None, problem)
-    device = device_of(cell.engine, simulated=cell.kind.can.virtual)
-    costs = roofline.StepCosts(*served_as(cell.engine, device.type))
+    costs = roofline.StepCosts(*served_as(cell.engine, hardware.resolve(cell.engine.model.device)))
     together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: [roofline.floor(costs.of(roofline.work(r)), together) for r in records])
 

@@ -26,7 +26,7 @@ from experiments.lab.store import result as store
 from experiments.lab.store.rows import from_plain
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.loader import as_served, load_spec, resolve_dtype
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.modeling.spec import ModelSpec, MoESpec
 from mini_infer.simulation.costs import ATTENTION, OF_HEAT, Curve, FittedCosts, Heat, StepCosts, Work, require_simulated
@@ -148,12 +148,6 @@ def served(config: EngineConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
     return spec, resolve_dtype(config.model, spec, torch.device(device))
 
 
-def device_of(config: EngineConfig, simulated: bool) -> torch.device:
-    """Where a model computes. One that is only simulated needs no device: `auto` is then what is here."""
-    asked = config.model.device.value
-    return torch.device(asked) if simulated and asked != "auto" else resolve_device(config.model)
-
-
 @dataclass(frozen=True)
 class Found:
     costs: StepCosts
@@ -173,12 +167,12 @@ def find(folder: Path, target: Target) -> Found:
         measured = replace(known.costs, push_block_s=push_s)
         if target.config.parallel.connector is Connector.stream:  # no kernel copies
             measured = replace(measured, held_block_s=0.0)
-        if known.machine == target.machine and known.layout == layout:
-            return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
-        if known.machine == target.machine and known.layout == replace(layout, tensor=1):
-            alone = measured, path.name
         other = differences(layout, known.layout)
         other |= {"machine": known.machine} if known.machine != target.machine else {}
+        if not other:
+            return Found(Watched(measured), f"fitted: {path.name}, of {known.measured}")
+        if other == {"tensor": 1}:
+            alone = measured, path.name
         others.append((path.name, [f"{key}={value}" for key, value in other.items()]))
     nearest = min(others, default=None, key=lambda one: len(one[1]))
     hint = "" if nearest is None else f"; the nearest is {nearest[0]}, but for {', '.join(nearest[1])}"
@@ -229,7 +223,7 @@ def of_dry(config: DryConfig) -> FittedCosts:
     return FittedCosts(decode, prompts, 0.0, 0.0, 0.0, 0.0, 0.0, beside_s=decode_s - prompt_s)
 
 
-class Roofline:
+class Roofline(FittedCosts):
     """The least time that the hardware allows a step. Ranks share it, and talk in no time; stages take it together."""
 
     def __init__(self, target: Target) -> None:
@@ -238,9 +232,7 @@ class Roofline:
         self._ceilings = target.ceilings.of(target.config.parallel.tensor)
         rate, nothing = self._ceilings.link_gb_s.get("to_host"), Curve((0,), (0.0,))
         block_s = target.block_bytes / (rate * 1e9) if rate else 0.0
-        links = FittedCosts(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
-        self.host_s, self.copy_s, self.push_s = links.host_s, links.copy_s, links.push_s
-        self.launch_s = links.launch_s
+        super().__init__(nothing, nothing, *5 * (0.0,), block_s=block_s, push_block_s=push_block_s(target))
 
     def device_s(self, work: Work) -> float:
         rows = work.decode_tokens + bool(work.prompt_tokens)
@@ -252,9 +244,6 @@ class Roofline:
             pairs=work.decode_context + work.prompt_pairs,
         )
         return roofline.floor(self._costs.of(done), self._ceilings).seconds
-
-    def heat(self, stages: int) -> Heat:
-        return Heat(0.0, 0.0)
 
     def rows_s(self, rows: int, contexts: range, heat: Heat, begin: float, pause_s: float) -> list[float]:
         """Those between the first and the last lie on a line, but for what caches hold and windows hide."""

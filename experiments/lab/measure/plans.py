@@ -110,10 +110,9 @@ class Layouts:
 
     def is_measured(self, settings: Settings) -> bool:
         """Whether the steps of such engines are; no, where they do not fit."""
+        engines = 2 if settings.get(PREFILL_SHARE) else 1
         try:
-            return _is_measured(
-                self.simulator.setup(engine_of(self.config, settings, 2 if settings.get(PREFILL_SHARE) else 1))
-            )
+            return _is_measured(self.simulator.setup(engine_of(self.config, settings, engines)))
         except ConfigError:
             return False
 
@@ -159,10 +158,8 @@ class Layouts:
         changed = {key: value for key, value in settings.items() if value != self.base[key]}
         changed.pop(PREFILL_SHARE, None)
         measured = _is_measured(setup)
-        name = Point.of({**changed, **counted(settings, replicas)}).name
-        point = Point(
-            name + NOT_MEASURED * (not measured) + " (each request alone)" * alone, {**settings, REPLICAS: replicas}
-        )
+        name = Point.of({**changed, **counted(settings, replicas)}).name + NOT_MEASURED * (not measured)
+        point = Point(name + " (each request alone)" * alone, {**settings, REPLICAS: replicas})
         # The tightest bounds that the share of the requests keeps which comes nearest to the SLO.
         taken = sorted((slo.taken_by(request) for request in served.counted), key=slo.used_by)
         kept = taken[: math.ceil(self.share * len(taken) - 1e-9)]  # as 0.7 of 10 is 7

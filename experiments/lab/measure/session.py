@@ -1,20 +1,18 @@
-"""Everything that is alive while an ablation measures: its engines, the clocks, and what has been found so far."""
+"""An ablation while it measures: its rounds, the clocks, and what has been found so far."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
 from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
-from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, PeerSettings, why_lost
+from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, why_lost
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
-from experiments.lab.measure.simulated import Simulator
-from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger
@@ -31,8 +29,7 @@ class Session:
     repeats: int
     steps: Steps
     spec: AblationSpec
-    peer_settings: InitVar[PeerSettings]
-    simulator: InitVar[Simulator]
+    lending: Lending
     aa: str | None = None  # the baseline's second arm, of which some points have no cell
     left_out: Set[str] = frozenset()  # variants that this process does not measure
     profiles: list[StepProfile] = field(default_factory=list)
@@ -41,14 +38,12 @@ class Session:
     notes: list[str] = field(default_factory=list)
     begun: str = ""  # what is kept of the first round, where Ctrl-C came before its end
 
-    def __post_init__(self, peer_settings: PeerSettings, simulator: Simulator) -> None:
-        self.labels, keep = self.ledger.labels, self.spec.keep_engines
-        self.lending = Lending(keep, Peers(peer_settings, keep), simulator, self.steps.within)
-        self.close = self.lending.close
+    def __post_init__(self) -> None:
+        self.labels = self.ledger.labels
         self._absent: dict[str, str] = {}  # variant -> why
         devices = [cell.engine.model.device for cell in self.cells.values() if not cell.kind.can.virtual]
         self.watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
-        for cell in self.cells.values() if keep else ():  # which all have room side by side
+        for cell in self.cells.values() if self.lending.keep else ():  # which all have room side by side
             if cell.variant not in self.left_out and cells.starts_untimed(cell):
                 self.lending.peers.begin(cell.kind, cell.engine)
 

@@ -27,7 +27,7 @@ from mini_infer.modeling.loader import outline
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime import preflight
-from mini_infer.runtime.worker.memory import CPU_KV_GIB
+from mini_infer.runtime.worker.memory import CPU_KV_GIB, gib
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica
@@ -58,10 +58,8 @@ class Setup:
         config, observe = self.config, None if records is None else records.append
         engines = []
         for parallel in config.parallel.of_engines:
-            of = (self.prompts if parallel.prefill else None) or self
-            engines.append(
-                Replica(replace(config, parallel=parallel), of.limits, of.found.costs, of.overlap, observe, skips)
-            )
+            own, of = replace(config, parallel=parallel), (self.prompts if parallel.prefill else None) or self
+            engines.append(Replica(own, of.limits, of.found.costs, of.overlap, observe, skips))
         return Cluster(engines, Router(config.parallel.routing, len(engines), config.cache))
 
 
@@ -115,19 +113,18 @@ class Simulator:
         ]
 
     def target(self, config: EngineConfig) -> Target:
-        device = costs.device_of(config, simulated=True).type
+        device = hardware.resolve(config.model.device)
         if self.chosen.device is not None and self.chosen.device.value != device:
             raise ConfigError(
                 f"engine.model.device={device}, and the chosen hardware is {self.chosen.machine}, a "
                 f"{self.chosen.device.value}: choose the one of the other"
             )
         self._require_machine(device)
-        here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
-        known, _ = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads)
+        known, _ = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
         memory_gib = self.chosen.host_memory_gib if device == "cpu" else self.chosen.memory_gib
         if not self.chosen.machine:
-            memory_gib = hardware.gpu_memory_gib() if here == "cuda" else hardware.host_memory_gib()
-        machine = self.chosen.machine or hardware.name(here)
+            memory_gib = hardware.gpu_memory_gib() if device == "cuda" else hardware.host_memory_gib()
+        machine = self.chosen.machine or hardware.name(device)
         spec, dtype = costs.served(config, device)
         return Target(config, spec, dtype, device, machine, self.threads, memory_gib, known)
 
@@ -152,13 +149,7 @@ def _limits(target: Target, host_gib: float | None) -> Limits:
     for tensor in range(own, MOST_RANKS + 1):
         try:
             config = changed(target.config, parallel={"tensor": tensor})
-            spec = of_each_rank(target.spec, tensor)
-            room = _Room.of(replace(target, config=config, spec=spec))
-            block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
-            # A stage has its share of the layers.
-            affordable = room.for_kv() * config.parallel.pipeline // block
-            found = settle_limits(config, spec.max_model_len, affordable, block * tensor, host_gib)
-            room.require(found.num_blocks, block / config.parallel.pipeline)
+            found = _limits_of_rank(replace(target, config=config, spec=of_each_rank(target.spec, tensor)), host_gib)
         except ConfigError as error:
             refused = refused or error
             continue
@@ -169,78 +160,49 @@ def _limits(target: Target, host_gib: float | None) -> Limits:
     raise refused
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Bytes of one device: of a GPU all that it has, of a CPU's host the share of each rank."""
+def _limits_of_rank(target: Target, host_gib: float | None) -> Limits:
+    """`target` has a rank's spec. Raises ConfigError where weights, the largest step and KV do not fit one device: of a
+    GPU all of its memory, of a CPU's host the share of each rank. Of memory that is not known nothing is said."""
+    config, spec, on_cpu = target.config, target.spec, target.device == "cpu"
+    cache, parallel, scheduler, block = config.cache, config.parallel, config.scheduler, target.block_bytes
+    whole = None if target.memory_gib is None else target.memory_gib * 2**30 / (parallel.ranks if on_cpu else 1)
+    weights = outline(spec, target.dtype, ParallelContext(size=parallel.tensor)).weight_bytes() // parallel.pipeline
+    activations = scheduler.max_num_batched_tokens * spec.activation_width * target.dtype.itemsize
+    steps = activations + scheduler.max_num_seqs * spec.vocab_size * 4 + (0 if on_cpu else GRAPHS_BYTES)
+    of_weights = f"{config.model.path} on {parallel.tensor} of {target.machine}: weights of {gib(weights)}"
 
-    target: Target  # whose spec is a rank's
-    whole: float | None  # None: not known
-    weights: int
-    steps: int  # activations and logits of the largest one, and captured graphs
+    def require_left(room: float) -> float:
+        if (left := room - weights - steps) <= 0:
+            raise ConfigError(
+                f"{of_weights} and steps of {gib(steps)} leave no room for KV in {gib(room)}. Raise "
+                "engine.parallel.tensor, or quantize the weights"
+            )
+        return left
 
-    @classmethod
-    def of(cls, target: Target) -> _Room:
-        parallel, scheduler, on_cpu = target.config.parallel, target.config.scheduler, target.device == "cpu"
-        rank = ParallelContext(size=parallel.tensor)
-        weights = outline(target.spec, target.dtype, rank).weight_bytes() // parallel.pipeline
-        step = scheduler.max_num_batched_tokens * target.spec.activation_width * target.dtype.itemsize
-        logits = scheduler.max_num_seqs * target.spec.vocab_size * 4
-        whole = None if target.memory_gib is None else target.memory_gib * 2**30 / (parallel.ranks if on_cpu else 1)
-        return cls(target, whole, weights, step + logits + (0 if on_cpu else GRAPHS_BYTES))
-
-    def for_kv(self) -> int:
-        """What the settings give to the cache, or leave it where they say nothing. Raises ConfigError where that is
-        nothing."""
-        cache = self.target.config.cache
-        if cache.memory_gib is not None or self.target.device == "cpu":
-            return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
-        if cache.num_blocks is not None:
-            return 0  # `require` is told how many they are
-        if self.whole is None:
+    asked_gib, for_kv = cache.memory_gib or CPU_KV_GIB, 0.0
+    if cache.memory_gib is not None or on_cpu:
+        for_kv = asked_gib * 2**30
+    elif cache.num_blocks is None:
+        if whole is None:
             raise ConfigError(
                 "how much memory the simulated GPU has is not known: choose hardware=..., or set "
                 "engine.cache.memory_gib"
             )
-        room = self.whole * cache.gpu_memory_utilization
-        left = int(room) - self.weights - self.steps
-        if left <= 0:
-            raise self._too_small(room)
-        return left
-
-    def require(self, num_blocks: int, block_bytes: float) -> None:
-        """Raises ConfigError where so many blocks do not fit beside all else. Of memory that is not known nothing is
-        said."""
-        if self.whole is None:
-            return
-        left, kv, cache = self.whole - self.weights - self.steps, num_blocks * block_bytes, self.target.config.cache
-        if left <= 0:
-            raise self._too_small(self.whole)
-        if kv <= left:
-            return
+        for_kv = require_left(whole * cache.gpu_memory_utilization)
+    # A stage has its share of the layers.
+    affordable = int(for_kv) * parallel.pipeline // block
+    found = settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor, host_gib)
+    of_stage = block / parallel.pipeline  # bytes
+    if whole is not None and (kv := found.num_blocks * of_stage) > (left := require_left(whole)):
+        key, asked, most = "memory_gib", f"{asked_gib:g}", f"{math.floor(10 * left / 2**30) / 10:g}"
         if cache.num_blocks is not None:
-            asked, most = f"engine.cache.num_blocks={cache.num_blocks}", f"{int(left // block_bytes)}"
-        else:
-            asked = f"engine.cache.memory_gib={cache.memory_gib or CPU_KV_GIB:g}"
-            most = f"{math.floor(10 * left / 2**30) / 10:g}"
+            key, asked, most = "num_blocks", f"{cache.num_blocks}", f"{int(left // of_stage)}"
         raise ConfigError(
-            f"{self._beside('KV', kv)} ({asked}) take more than the {self.whole / 2**30:.1f} GiB there are. Lower "
-            f"{asked.partition('=')[0]} to {most}, raise engine.parallel.tensor, or quantize the weights"
+            f"{of_weights}, steps of {gib(steps)} and KV of {gib(kv)} (engine.cache.{key}={asked}) take more than the "
+            f"{gib(whole)} there are. Lower engine.cache.{key} to {most}, raise engine.parallel.tensor, or quantize "
+            "the weights"
         )
-
-    def _too_small(self, room: float) -> ConfigError:
-        return ConfigError(
-            f"{self._beside()} leave no room for KV in {room / 2**30:.1f} GiB. Raise engine.parallel.tensor, or "
-            "quantize the weights"
-        )
-
-    def _beside(self, last: str = "", last_bytes: float = 0.0) -> str:
-        config, parts = self.target.config, {"weights": self.weights, "steps": self.steps}
-        *firsts, end = [
-            f"{name} of {size / 2**30:.1f} GiB" for name, size in {**parts, last: last_bytes}.items() if name
-        ]
-        return (
-            f"{config.model.path} on {config.parallel.tensor} of {self.target.machine}: {', '.join(firsts)} and {end}"
-        )
+    return found
 
 
 class SimulatedSubject(Subject):
