@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from experiments.lab.measure import subjects
 from experiments.lab.measure.subjects import EngineSubject, Kind, drive, require_servable
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
@@ -212,7 +211,7 @@ def test_memory_is_that_of_weights_and_the_fullest_step(checkpoint):
 def test_memory_of_a_gpu_that_others_hold_is_not_the_engines(checkpoint, monkeypatch):
     """By a made-up allocator: 500 bytes are others', 300 the engine's, and a pass takes 40 more and keeps 10."""
     given_out = iter([500, 800, 900, 910, 910, 910])  # in the meantime somebody has taken 100
-    monkeypatch.setattr(subjects, "_allocated", lambda: next(given_out))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(given_out))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 940)
     for name in ("reset_peak_memory_stats", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)

@@ -42,9 +42,9 @@ class EngineSubject(Subject):
             Path(path).mkdir(parents=True, exist_ok=True)
             self._folder = TemporaryDirectory(dir=path, ignore_cleanup_errors=True)
             config = replace(config, cache=replace(config.cache, disk_prefix_path=self._folder.name))
-        others = _allocated()
+        others = torch.cuda.memory_allocated()
         self.engine = LLMEngine(config)
-        self._held = _allocated() - others  # of a GPU's memory, between passes; 0 without one
+        self._held = torch.cuda.memory_allocated() - others  # of a GPU's memory, between passes; 0 without one
         self._step_costs: StepCosts | None = None  # by rows and drafts
         if config.speculation.most:
             self._step_costs = self.engine.executor.step_costs()
@@ -62,29 +62,25 @@ class EngineSubject(Subject):
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        known, reserved, allocated = len(self._compiled), self._reserved(), _allocated()
+        known, reserved, allocated = len(self._compiled), torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         served = drive(self.engine, items, concurrency, tell=self._tell)
         peak = self._peak_memory(served.records, allocated)
-        self._held += _allocated() - allocated
+        self._held += torch.cuda.memory_allocated() - allocated
         return replace(
             served,
             peak_memory=peak,
-            memory_growth=max(0, self._reserved() - reserved),
+            memory_growth=max(0, torch.cuda.memory_reserved() - reserved),
             compiled=tuple(self._compiled[known:]),
             step_costs=self._step_costs,
             kv_token_bytes=self.engine.startup.kv_token_bytes or None,
         )
-
-    def _reserved(self) -> int:
-        """Bytes that torch's allocator has taken from the GPU."""
-        return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
 
     def _peak_memory(self, records: Sequence[StepRecord], before: int) -> int | None:
         """Bytes at the fullest moment of a pass: on a GPU what torch's allocator had given out to this engine, with the
         whole KV pool; `before` the pass it had given out so much, to all that live here. On a CPU, whose high water
         would mostly be torch itself, weights and KV blocks in use. None of the dry model."""
         if self._bytes is None:
-            return self._held + int(torch.cuda.max_memory_allocated()) - before if self._on_gpu else None
+            return self._held + torch.cuda.max_memory_allocated() - before if self._on_gpu else None
         weights, block = self._bytes
         return weights + block * max((record.kv.used_blocks for record in records), default=0)
 
@@ -104,11 +100,6 @@ class EngineSubject(Subject):
         self.engine.close()
         if self._folder is not None:
             self._folder.cleanup()
-
-
-def _allocated() -> int:
-    """Bytes that torch's allocator has given out on the GPU; 0 where there is none."""
-    return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
 def drive(

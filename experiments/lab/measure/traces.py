@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import groupby, pairwise
 from typing import Any
+
+import numpy as np
 
 from mini_infer.core.plan import StepRecord
 from mini_infer.speculative.policy.costs import StepCosts
@@ -61,10 +62,8 @@ class RequestTrace:
     @cached_property  # several figures are made of them
     def gaps(self) -> list[float]:
         """Inter-token latencies: of a chunk of n tokens n of its n-th part, and none of the first (TTFT)."""
-        gaps: list[float] = []
-        chunks = [(time, len(list(tokens))) for time, tokens in groupby(self.token_times)]
-        for (before, _), (time, size) in pairwise(chunks):
-            gaps += [(time - before) / size] * size
+        times, sizes = np.unique(self.token_times, return_counts=True)
+        gaps: list[float] = np.repeat(np.diff(times) / sizes[1:], sizes[1:]).tolist()
         return gaps
 
     @property
@@ -313,11 +312,8 @@ def gap_rows(variant: str, point: str, repeat: int, served: Served) -> list[GapR
 def expert_rows(variant: str, point: str, served: Served) -> list[ExpertRow]:
     """No rows where nobody counts."""
     counted = [record.expert_tokens for record in served.records if record.expert_tokens]
-    layers = (zip(*steps, strict=True) for steps in zip(*counted, strict=True))  # by layer: of each expert its steps
-    return [
-        ExpertRow(variant, point, layer, tuple(str(sum(steps)) for steps in experts))
-        for layer, experts in enumerate(layers)
-    ]
+    layers = np.sum(counted, axis=0).tolist() if counted else []  # [layers, experts]
+    return [ExpertRow(variant, point, layer, tuple(map(str, tokens))) for layer, tokens in enumerate(layers)]
 
 
 def _between(start: float | None, end: float | None) -> float | None:
