@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -20,6 +19,7 @@ HEADER = """\
 # Ceilings of a machine, which floors, MBU and MFU are taken from. Written by `python run.py experiment=ceilings`.
 """
 FOLDER = CONF / "hardware"
+ORDER = ("device", "memory_gib", "host_memory_gib", "machine", "measured", "how")  # of a file, before its ceilings
 WAY_OUT = "measure them with `python run.py experiment=ceilings`"
 
 
@@ -59,15 +59,12 @@ def save(path: Path, found: Hardware) -> None:
         for old in before.ceilings:
             new = ceilings.get(old.threads, old)
             ceilings[old.threads] = replace(new, link_gb_s={**old.link_gb_s, **new.link_gb_s})
-    content: dict[str, Any] = {
-        **({"device": found.device.value} if found.device else {}),
-        **{name: size for name in ("memory_gib", "host_memory_gib") if (size := getattr(found, name))},
-        **{name: getattr(found, name) for name in ("machine", "measured", "how")},
-        "ceilings": [],
-    }
-    for threads, own in sorted(ceilings.items(), key=lambda item: item[0] or 0):
-        values = {key: value for key, value in asdict(own).items() if value not in (None, {})}
-        content["ceilings"].append({"threads": threads, **values} if threads else values)
+    told = store.plain(found)
+    content = {name: told[name] for name in ORDER if told[name] is not None}
+    content["ceilings"] = [
+        {key: value for key, value in ({"threads": threads} | asdict(own)).items() if value not in (None, {})}
+        for threads, own in sorted(ceilings.items(), key=lambda item: item[0] or 0)
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
     store.write_atomic({path: HEADER + text})

@@ -26,17 +26,21 @@ from experiments.lab import axes, interrupts, schema
 from experiments.lab.experiment import Findings, words
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, OF_PROCESSES
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 OF_SOME = re.compile(r"^Process ([\d, ]+): ")  # begins a note that not all processes say
-# How notes of the run as a whole begin, which are made anew of all its processes.
-OF_RUN = ("Other systems than mini-infer are measured", "Transformers is measured", "Other GPUs of this machine")
+# In how many processes peers are measured; and how notes of the run as a whole begin, which are made anew of all its
+# processes.
+PEER_PROCESSES = {
+    "peers.processes": "Other systems than mini-infer are measured",
+    "peers.hf.processes": "Transformers is measured",
+}
+BUSY = "Other GPUs of this machine"
+OF_RUN = (*PEER_PROCESSES.values(), BUSY)
 OF_ALL = ("rows", "requests", "gaps")  # tables to which every process adds
-PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
 
 
@@ -59,12 +63,9 @@ def measure(
     """
     settings = schema.build(schema.Measure, config.measure, "measure")
     notes = list(said)
-    peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
-    for key, what, count in (
-        ("peers.processes", OF_RUN[0], peers.processes),
-        ("peers.hf.processes", OF_RUN[1], peers.hf.processes),
-    ):
+    for key, what in PEER_PROCESSES.items():
+        count = OmegaConf.select(config, key)
         if beside and count is not None and 0 < count < settings.processes:
             notes.append(f"{what} in {count} of {settings.processes} processes ({key}), because starting takes long.")
     found = [] if earlier is None else [earlier]
@@ -88,13 +89,14 @@ def measure(
             complete=findings.status == COMPLETE,
             **findings.gpu,
         )
-        found.append(_of(about, findings))
+        rows: dict[str, Any] = {n: [replace(row, process=index) for row in getattr(findings, n)] for n in OF_ALL}
+        found.append(replace(findings, processes=[about], **rows))
         if index != left[-1]:
             keep(merged(found, settings.processes, notes))
         if isinstance(findings.error, KeyboardInterrupt):
             break
     if busy := max((about.busy_others or 0 for findings in found for about in findings.processes), default=0):
-        notes.append(f"{OF_RUN[2]}, {busy} at most, computed for somebody else when passes ended.")
+        notes.append(f"{BUSY}, {busy} at most, computed for somebody else when passes ended.")
     return merged(found, settings.processes, notes)
 
 
@@ -216,13 +218,6 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:
         return MiniInferError(words(error))
     return error
-
-
-def _of(about: ProcessInfo, findings: Findings) -> Findings:
-    rows: dict[str, Any] = {
-        name: [replace(row, process=about.index) for row in getattr(findings, name)] for name in OF_ALL
-    }
-    return replace(findings, processes=[about], **rows)
 
 
 def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Findings:

@@ -141,9 +141,8 @@ def analyse(
 
 def role(name: str) -> str:
     """What a kernel is for, guessed from its whole name."""
-    return next(
-        (found for found, pattern in _ROLE_PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), "other"
-    )
+    found = (role for role, pattern in _ROLE_PATTERNS.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(found, "other")
 
 
 def role_of(row: KernelRow) -> str:
