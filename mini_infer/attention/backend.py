@@ -91,9 +91,6 @@ class Capabilities:
     sliding_window: bool
     graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
     gpu_generations: Collection[int] | None = None  # major compute capabilities; None: any
-    # Of which rows may be captured beside others in one q: their query_starts begin anywhere in it, and what belongs to
-    # no row, or to a row of length 0, is left as it is.
-    mixed_graphs: tuple[Kind, ...] = ()
     batch_invariant: bool = False  # a query's numbers depend on its position, the keys and the values alone
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:
@@ -164,6 +161,9 @@ class AttentionBackend(ABC):
     """
 
     capabilities: Capabilities
+    # Which rows may be captured beside others in one q (runtime/graphs/mixed.py): their query_starts begin anywhere in
+    # it, and what belongs to no row, or to a row of length 0, is left as it is.
+    mixed_graphs: tuple[Kind, ...] = ()
 
     @abstractmethod
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep: ...

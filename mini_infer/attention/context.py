@@ -189,11 +189,6 @@ class AttentionContext:
         has_prefill = batch.num_decode_rows < batch.num_rows
         self._prefill = prefill_backend.prefill(batch, attention) if has_prefill else None
 
-    @property
-    def tells_layers(self) -> bool:
-        """Whether somebody is told of each layer whose K and V are stored."""
-        return self._on_layer is not None
-
     def key_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self.slots(layer, "k")

@@ -35,9 +35,9 @@ class FlashAttnBackend(AttentionBackend):
         devices=frozenset({"cuda"}),
         sliding_window=True,
         graph_safe=True,
-        mixed_graphs=("prefill",),
         gpu_generations=frozenset({9, 10}),
     )
+    mixed_graphs = ("prefill",)
 
     def __init__(self) -> None:
         try:
@@ -90,8 +90,7 @@ class _Kernels:
         variant = (q.dtype, q.shape[1:], keys.shape[1:], window is None, rows.seq_lens.shape[0] > _ROWS_WITHOUT_TABLE)
         call = self._variants.get(variant)
         if call is None:
-            result = self._through_package(variant, q, keys, values, rows, scale, left)
-            return result if out is None else out.copy_(result)
+            return self._through_package(variant, q, keys, values, rows, scale, left, out)
         out = q.new_empty(*q.shape[:2], values.shape[-1]) if out is None else out
         arguments = list(call.arguments)
         for place, argument in _changing(q, keys, values, out, rows, scale, left).items():
@@ -100,7 +99,15 @@ class _Kernels:
         return out
 
     def _through_package(
-        self, variant: tuple, q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float, left: int | None
+        self,
+        variant: tuple,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Rows,
+        scale: float,
+        left: int | None,
+        out: Tensor | None,
     ) -> Tensor:
         """Notes at a variant's first call what the kernel is called with."""
         forward, cache = self._forward, getattr(self._forward, "compile_cache", None)
@@ -118,6 +125,7 @@ class _Kernels:
                 softmax_scale=scale,
                 causal=True,
                 window_size_left=left,
+                out=out,
             )[0]
         finally:
             if listener is not None:

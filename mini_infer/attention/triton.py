@@ -24,8 +24,8 @@ class TritonBackend(AttentionBackend):
         devices=DEVICES,
         sliding_window=True,
         graph_safe=True,
-        mixed_graphs=("decode",),
     )
+    mixed_graphs = ("decode",)
 
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)

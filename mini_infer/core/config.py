@@ -175,8 +175,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class GraphsConfig:
-    """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
-    between two attention calls. `capture: never` means both."""
+    """CUDA graphs of decode steps, one launch instead of hundreds, and of steps with prompts, whole or piece by piece:
+    everything between two attention calls. `capture: never` means both."""
 
     capture: When = When.auto  # CUDA graphs of decode steps, and of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs

@@ -16,8 +16,9 @@ class Ours(NamedTuple):
     values: dict[str, Any] = {}  # noqa: RUF012
 
     def value(self, theirs: Any) -> Any:
-        text = str(theirs).lower() if isinstance(theirs, bool) else theirs
-        return self.values.get(text, theirs) if isinstance(text, str) else theirs
+        if "false" in self.values:  # a switch, of whatever Python takes for true or false
+            theirs = (theirs if isinstance(theirs, str) else str(bool(theirs))).lower()
+        return self.values.get(theirs, theirs) if isinstance(theirs, str) else theirs
 
 
 ON, OFF = {"": True, "true": True, "false": False}, {"": False, "true": False, "false": True}

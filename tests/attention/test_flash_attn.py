@@ -14,7 +14,7 @@ class Package:
     """Calls its kernel as flash-attn-4 does on Hopper, with `extra` as one more argument."""
 
     def __init__(self, extra: Any = None) -> None:
-        self.calls = self.launches = 0
+        self.calls = self.launches = self.others = 0
         self.extra = extra
         self.compile_cache = {"key": self.kernel}
 
@@ -24,12 +24,14 @@ class Package:
         assert len(arguments) == 17
         assert arguments[15] == (None, None)
         assert right == (0 if left is not None else None)
-        out.copy_(q * scale + keys.sum() + values.sum() + starts.sum() + lens.sum() + tables.sum() + (left or 0))
+        found = q * scale + keys.sum() + values.sum() + starts.sum() + lens.sum() + tables.sum() + (left or 0)
+        out[self.others :] = found[self.others :]
 
     def __call__(self, q: Any, keys: Any, values: Any, **options: Any) -> tuple:
         assert options["causal"]
         self.calls += 1
-        out, left = torch.empty(q.shape), options["window_size_left"]
+        out, left = options["out"], options["window_size_left"]
+        out = torch.empty(q.shape) if out is None else out
         if q.shape[0]:
             self.compile_cache["key"](
                 q.detach(), keys.detach(), values.detach(), out.detach(), None, options["softmax_scale"],
@@ -59,6 +61,19 @@ def test_the_result_lands_where_it_is_wanted() -> None:
         assert result.data_ptr() == out[2:].data_ptr()
         torch.testing.assert_close(out[2:], q + 2 * keys.sum() + 9)
         assert not out[:2].any()
+
+
+@pytest.mark.parametrize("extra", [None, 7])
+def test_what_is_of_no_row_is_left_alone(extra: Any) -> None:
+    """Whether the package allocates or not: a captured step has decode rows in front of its prompts."""
+    package = Package(extra)
+    package.others = 2
+    kernels, ones = _Kernels(package), torch.ones(3, dtype=torch.int32)
+    q, keys, out = torch.randn(3, 2, 8), torch.randn(3, 4, 1, 8), torch.full((3, 2, 8), 7.0)
+    for _ in range(2):
+        kernels(q, keys, keys, ones[:, None], ones, ones, scale=1.0, window=None, out=out)
+        assert (out[:2] == 7.0).all()
+        assert (out[2] != 7.0).all()
 
 
 def test_only_the_first_call_of_a_variant_goes_through_the_package() -> None:

@@ -197,7 +197,7 @@ def test_llm_takes_the_names_of_others() -> None:
     assert (config.parallel.tensor, config.parallel.pipeline, config.lora.max_adapters) == (2, 2, 2)
     assert (config.cache.dtype, config.model.quantization) == ("fp8", "fp8")
     meant = {"dtype": "half", "quantization": "awq", "enable_prefix_caching": False, "async_scheduling": False}
-    config = _config("a", meant | {"enforce_eager": False})
+    config = _config("a", meant | {"enforce_eager": 0})
     assert (config.model.dtype, config.model.quantization) == ("float16", "none")
     assert (config.cache.prefix_caching, config.scheduler.overlap, config.graphs.capture) == (False, "never", "auto")
     with pytest.raises(ConfigError, match=r"no option 'trust_remote_code'=True. Known: max_model_len, .*, cache, "):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.runtime.graphs.mixed import MixedAttention
 
 VOCAB, NEW_TOKENS = 61, 16
 PROMPTS = made_up_prompts(VOCAB)
@@ -150,6 +151,14 @@ def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(
     assert found["auto"] != expected, "nothing was rounded"
 
 
+@pytest.mark.parametrize("form", ["auto", "absorbed", "naive"])
+def test_steps_with_prompts_are_captured_in_pieces(folder: Path, form: str) -> None:
+    engine = make(folder, form, {})
+    backends = engine.executor.runner.model._backends  # type: ignore[union-attr]
+    assert not MixedAttention.captures(backends.prefill.backend, backends.decode.backend)
+    engine.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 77, 300])
 def test_captured_steps_give_the_logits_of_eager_ones(split: int) -> None:
@@ -160,13 +169,15 @@ def test_captured_steps_give_the_logits_of_eager_ones(split: int) -> None:
     shape |= {"architectures": ["DeepseekV3ForCausalLM"], "initializer_range": 0.02, "rope_parameters": YARN}
     ids = torch.randint(0, 5003, (split + 20,), generator=torch.Generator().manual_seed(1)).tolist()
     found = []
-    for graphs in ({"max_prefill_tokens": 0}, {"capture": "never"}):  # pieces are padded, which rounds otherwise
+    for graphs in ({"max_prefill_tokens": 0}, {"capture": "never"}, {}):
         model = {"path": "made up", "load_format": "dummy", "hf_config": shape, "dtype": "bfloat16"}
         engine = LLMEngine(EngineConfig.from_dict({"model": model, "graphs": graphs, "cache": {"num_blocks": 256}}))
         assert bool(engine.startup.graphs.batch_sizes) == ("capture" not in graphs)
         found.append(probe_logits(engine, ids, split))
         engine.close()
-    assert torch.equal(*found)
+    captured, eager, padded = found
+    assert torch.equal(captured, eager)
+    assert ((padded - eager).norm() / eager.norm()) < 1e-2, "in pieces, which are padded and round otherwise"
 
 
 def test_what_cannot_be_is_refused(folder: Path, expected: list[list[int]]) -> None:

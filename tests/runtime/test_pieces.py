@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.lab.judge.logit_gate import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.attention.backend import AttentionBackend, AttentionStep
-from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
@@ -79,7 +79,8 @@ class MaskedBackend(AttentionBackend):
     """What a captured kernel does, in operations whose shapes do not depend on lengths: rows without tokens are left
     as they are, and so is what stands between the rows."""
 
-    capabilities = dataclasses.replace(SdpaBackend.capabilities, graph_safe=True, mixed_graphs=("prefill", "decode"))
+    capabilities = dataclasses.replace(SdpaBackend.capabilities, graph_safe=True)
+    mixed_graphs = ("prefill", "decode")
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         rows = batch.decode_rows()
@@ -168,13 +169,9 @@ def test_whole_steps_are_those_of_few_prompts_and_no_drafts() -> None:
     pieces = with_pieces(engine, [64, 128], mixed=True)
     take, taken = pieces._mixed.take, []
 
-    def noted(context: AttentionContext) -> bool:
-        batch = context.batch
+    def noted(batch: AttentionBatch) -> bool:
         prompts = batch.num_rows - batch.num_decode_rows
-        context._on_layer = lambda layer: None
-        assert not take(context), "somebody is to be told of each layer"
-        context._on_layer = None
-        taken.append((take(context), prompts <= 4, batch.decode_query_len == 1))
+        taken.append((take(batch), prompts <= 4, batch.decode_query_len == 1))
         return taken[-1][0]
 
     pieces._mixed.take = noted

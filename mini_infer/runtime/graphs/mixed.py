@@ -1,7 +1,7 @@
 """Attention inside the CUDA graph of a step with prompts, which is then one launch without pauses.
 
 A graph knows addresses and shapes. So a step's rows travel to tables that stay where they are, those of decode rows and
-those of prompts. Each has room for more rows, and one that is not there has no tokens: no program runs for it.
+those of prompts. Each has room for more rows, and one that is not there has no tokens: its programs end at once.
 
     q of the step   | a | b | c | d d d d d | e e e | padding          [size, num_heads, head_dim]
     decode rows       a   b   c   -   -   -                            one token each, the first of the step's
@@ -21,7 +21,7 @@ from mini_infer.attention.context import AttentionBatch, AttentionContext, Model
 from mini_infer.cache.kv_store import KVStore
 
 MOST_PROMPTS = 4  # of a step: kernels have programs for as many
-MOST_ROWS = 512  # decode rows: of more, Flash Decoding does not leave those without tokens alone
+MOST_ROWS = 512  # decode rows: of many more, Flash Decoding takes a kernel that writes those without tokens, too
 
 
 class MixedAttention:
@@ -49,16 +49,19 @@ class MixedAttention:
 
     @staticmethod
     def captures(prefill: AttentionBackend, decode: AttentionBackend) -> bool:
-        return "prefill" in prefill.capabilities.mixed_graphs and "decode" in decode.capabilities.mixed_graphs
+        return "prefill" in prefill.mixed_graphs and "decode" in decode.mixed_graphs
 
-    def take(self, context: AttentionContext) -> bool:
-        """Puts the rows of a step where graphs read them. False where they are too many, or have drafts, or somebody is
-        to be told of each layer."""
-        batch, decode, prompts = context.batch, self.decode_rows, self.prompts
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.decode_rows, *self.prompts))
+
+    def take(self, batch: AttentionBatch) -> bool:
+        """Puts the rows of a step where graphs read them. False where they are too many, or decode rows have drafts."""
+        decode, prompts = self.decode_rows, self.prompts
         n, width = batch.num_decode_rows, batch.block_tables.shape[1]
         count = batch.num_rows - n
         too_many = n > len(decode.seq_lens) or count > MOST_PROMPTS or width > decode.block_tables.shape[1]
-        if too_many or batch.decode_query_len > 1 or context.tells_layers:
+        if too_many or batch.decode_query_len > 1:
             return False
         for rows, first, number in ((decode, 0, n), (prompts, n, count)):
             rows.block_tables[:number, :width].copy_(batch.block_tables[first : first + number])
@@ -70,13 +73,14 @@ class MixedAttention:
 
 
 class MixedContext(AttentionContext):
-    """Of a captured step, whose tokens, padding among them, are at these positions and slots [size]."""
+    """Of a captured step, whose tokens, padding among them, are at these positions and slots [size]. Attention leaves
+    its result in `attended` [size, num_heads, value_dim], where that of padding stays as it is."""
 
-    def __init__(self, mixed: MixedAttention, positions: Tensor, slot_mapping: Tensor) -> None:
+    def __init__(self, mixed: MixedAttention, positions: Tensor, slot_mapping: Tensor, attended: Tensor) -> None:
         size, longest = len(positions), mixed.max_model_len
         tables, starts, lens = mixed.decode_rows
         self._num_rows = rows = min(size, len(lens))
-        self._kv_store, self._attention, self._beside = mixed.store, mixed.attention, mixed.beside
+        self._kv_store, self._beside, self._attended = mixed.store, mixed.beside, attended
         decode_rows = AttentionBatch(
             positions,
             slot_mapping,
@@ -94,22 +98,23 @@ class MixedContext(AttentionContext):
             max_prefill_query_len=size,
             max_prefill_seq_len=longest,
         )
-        self._prefill = mixed.prefill.prefill(self.batch, self._attention)
-        self._decode = mixed.decode.decode(decode_rows, self._attention)
+        self._prefill = mixed.prefill.prefill(self.batch, mixed.attention)
+        self._decode = mixed.decode.decode(decode_rows, mixed.attention)
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         assert self._prefill is not None, "there may be prompts"
         assert self._decode is not None, "there may be decode rows"
-        out = q.new_empty(*q.shape[:2], self._attention.value_dim) if out is None else out
-        rows, beside = self._num_rows, self._beside
+        out, rows, beside = self._attended, self._num_rows, self._beside
         if beside is None:
             self._prefill(layer, q, out)
             self._decode(layer, q[:rows], out[:rows])
             return out
         here = torch.cuda.current_stream(q.device)
         beside.wait_stream(here)
-        self._prefill(layer, q, out)
-        with torch.cuda.stream(beside):
-            self._decode(layer, q[:rows], out[:rows])
-        here.wait_stream(beside)
+        try:
+            self._prefill(layer, q, out)
+            with torch.cuda.stream(beside):
+                self._decode(layer, q[:rows], out[:rows])
+        finally:  # a capture cannot end on one stream of two
+            here.wait_stream(beside)
         return out

@@ -12,7 +12,9 @@ tensors of `_Static`, or memory of the pool that an earlier graph of the same st
 because the forward that is captured holds whatever it reads later (the residual stream, cos and sin) across its cuts.
 
 Kernels that are launched as programmatic dependents (kernels/pdl.py) stay safe: each cut is a barrier, since a graph
-starts when all that its stream did before has ended, and what follows it when all its kernels have.
+starts when all that its stream did before has ended, and what follows it when all its kernels have. In a whole step
+attention's kernels are launched in the ordinary way, so that all before them has ended, and they let nothing start
+early: what comes behind both waits for the end of both.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class PiecewiseGraphs:
                 memory.warm_up(lambda: self._run(size, self._mixed_context(size)))
             return self.capture_size(size, memory.pool)
 
-        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes())
+        static_bytes = self._static.num_bytes() + (0 if self._mixed is None else self._mixed.num_bytes)
+        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, static_bytes)
         return report
 
     def capture_size(self, size: int, pool: Any = None) -> _Pieces:
@@ -166,7 +169,8 @@ class PiecewiseGraphs:
 
     def _mixed_context(self, size: int) -> AttentionContext:
         assert self._mixed is not None, "the caller has asked"
-        return MixedContext(self._mixed, self._static.positions[:size], self._static.slot_mapping[:size])
+        static = self._static
+        return MixedContext(self._mixed, *(t[:size] for t in (static.positions, static.slot_mapping, static.attended)))
 
     def _run(self, size: int, context: AttentionContext) -> None:
         """A forward between static tensors."""
@@ -188,7 +192,7 @@ class PiecewiseGraphs:
         static.positions[:count].copy_(context.batch.positions)
         static.slot_mapping[:count].copy_(context.batch.slot_mapping)
         static.slot_mapping[count:size].fill_(self._padding_slot)
-        if pieces.whole is not None and self._mixed is not None and self._mixed.take(context):
+        if pieces.whole is not None and self._mixed is not None and self._mixed.take(context.batch):
             pieces.whole.replay()
             return static.hidden[:count]
         q, attended = static.q[:count], static.attended[:count]

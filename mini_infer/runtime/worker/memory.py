@@ -98,7 +98,7 @@ def steps_of_each_size(largest: StepPlan, rows: Iterable[int], max_model_len: in
         plans += [_with_drafts(size, 1, min(2, drafts)) for size in decode]
         for size in {1, 2, FEW_ROWS}.intersection(decode):  # compilers tell apart 1, multiples of 16, and others
             plans.append(StepPlan.alike(size, 1, 1, decode=True, following=range(size)))
-            plans += [_with_drafts(size, 1, count) for count in range(1, 1 + drafts)]
+            plans += [_with_drafts(size, 1, count) for count in range(1, 1 + drafts) if count != min(2, drafts)]
     tokens = FEW_ROWS
     while (tokens := 2 * tokens) < largest.num_tokens:
         prompts = -(-tokens // (max_model_len - 1))

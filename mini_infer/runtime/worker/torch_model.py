@@ -88,10 +88,11 @@ class TorchModel:
         self, sizes: Sequence[int], memory: GraphMemory, most_rows: int, max_model_len: int
     ) -> CaptureReport:
         """Captures steps of these numbers of tokens, with adapters where these are active, which `forward` then
-        replays: of at most so many decode rows of so many tokens each as whole steps, where attention can be."""
+        replays: of at most so many decode rows of so many tokens each as whole steps, where attention can be and nobody
+        is told of each layer."""
         backends = self._backends.prefill.backend, self._backends.decode.backend
         mixed = None
-        if MixedAttention.captures(*backends):
+        if self.on_layer is None and MixedAttention.captures(*backends):
             mixed = MixedAttention(self._attention, *backends, most_rows, max_model_len)
         pieces = PiecewiseGraphs(self._model, self.store, sizes, mixed=mixed)
         report = pieces.capture(memory)

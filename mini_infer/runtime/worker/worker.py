@@ -165,7 +165,7 @@ class Worker:
             with self._phase("compile"), compiled_in_parallel():
                 self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
                 sizes = batch_ladder(scheduler.max_num_seqs)
-                drafts = 0 if self._captures_rows else self._config.speculation.most  # to capture compiles as well
+                drafts = 0 if self._captures_rows else self._config.speculation.most  # graphs compile when captured
                 for plan in [*largest, *steps_of_each_size(largest[0], sizes, limits.max_model_len, drafts)]:
                     for _ in self._modes():
                         runner.collect(runner.launch(plan))
@@ -264,15 +264,15 @@ class Worker:
             with self._phase("capture decode"):
                 grid = [BatchDescriptor(rows) for rows in batch_ladder(self._most_rows)]
                 self._captured["graphs"] = self._capture_rows(grid, memory, "rows")
-        prompts = sizes, memory, self._config.scheduler.max_num_seqs, self.limits.max_model_len
+        wanted = sizes, memory, self._config.scheduler.max_num_seqs, self.limits.max_model_len
         if sizes:  # without sampler, and where need be without attention: nothing stands in their way
             with self._phase("capture pieces"):
-                reports = [self._models[0].capture_pieces(*prompts) for _ in self._modes()]
+                reports = [self._models[0].capture_pieces(*wanted) for _ in self._modes()]
                 self._captured["prefill_graphs"] = CaptureReport.of_all(reports)
         if self._captures_rows:
             with self._phase("capture rows"):
                 for draft in self._models[1:] if sizes else ():
-                    draft.capture_pieces(*prompts)
+                    draft.capture_pieces(*wanted)
                 if self._draft_grid:
                     self._captured["draft_graphs"] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
 
