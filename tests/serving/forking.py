@@ -92,7 +92,10 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         arguments: the module whose `main` it runs, and what that finds in sys.argv.
         places: its open files by their descriptors there, as descriptors here, beside those of 0, 1 and 2.
     """
+    # What comes before the child has handlers of its own is dealt with by those, and not by the parent's.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         return Child(pid, reap)
     code = 1
     try:
@@ -109,6 +112,7 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], places: Mappi
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # it is where this environment says
