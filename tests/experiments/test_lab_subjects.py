@@ -34,6 +34,9 @@ def test_graphs_are_told_by_kind_with_what_is_missing() -> None:
     assert _facts(replace(STARTUP, prefill_graphs=some))["CUDA graphs of steps with prompts"] == (
         "of 2 numbers of tokens up to 128 (1.5 s, 1 MiB); no graph for 192 tokens: out of GPU memory during capture"
     )
+    cut = CaptureReport((64,), 1.5, 2**20, in_pieces=True)
+    facts = _facts(replace(STARTUP, prefill_graphs=CaptureReport.of_all([cut, cut])))
+    assert facts["CUDA graphs of steps with prompts"] == "of 1 numbers of tokens up to 64, in pieces (3.0 s, 2 MiB)"
 
 
 def test_memory_of_adapters_is_told_where_there_are_some() -> None:

@@ -238,6 +238,7 @@ def test_whole_steps_give_the_tokens_of_pieces(shape: str, quantization: str) ->
     found = []
     for whole in (True, False):
         engine = make(shape, quantization=quantization, cache=config.cache, scheduler=config.scheduler)
+        assert not engine.startup.prefill_graphs.in_pieces
         taken = takes(engine, whole)
         found.append(tokens(engine))
         assert len(taken) > 10

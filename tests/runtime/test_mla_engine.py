@@ -173,6 +173,7 @@ def test_captured_steps_give_the_logits_of_eager_ones(split: int) -> None:
         model = {"path": "made up", "load_format": "dummy", "hf_config": shape, "dtype": "bfloat16"}
         engine = LLMEngine(EngineConfig.from_dict({"model": model, "graphs": graphs, "cache": {"num_blocks": 256}}))
         assert bool(engine.startup.graphs.batch_sizes) == ("capture" not in graphs)
+        assert engine.startup.prefill_graphs.in_pieces == (graphs == {})
         found.append(probe_logits(engine, ids, split))
         engine.close()
     captured, eager, padded = found

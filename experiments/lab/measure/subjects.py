@@ -224,7 +224,8 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
 
 def _captured(report: CaptureReport, sizes: str) -> str:
     cost = f"{report.seconds:.1f} s, {report.memory_bytes / 2**20:,.0f} MiB"
-    captured = f"of {len(report.batch_sizes)} {sizes} up to {max(report.batch_sizes, default=0)} ({cost})"
+    pieces = ", in pieces" if report.in_pieces else ""
+    captured = f"of {len(report.batch_sizes)} {sizes} up to {max(report.batch_sizes, default=0)}{pieces} ({cost})"
     return "; ".join([*([captured] if report.batch_sizes else []), *report.limits])
 
 

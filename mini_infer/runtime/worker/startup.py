@@ -14,17 +14,18 @@ from typing import Any
 class CaptureReport:
     """What capturing CUDA graphs cost."""
 
-    batch_sizes: tuple[int, ...] = ()  # rows of whole decode steps, tokens of piecewise graphs
+    batch_sizes: tuple[int, ...] = ()  # rows of decode steps, tokens of steps with prompts
     seconds: float = 0.0
     memory_bytes: int = 0
     limits: tuple[str, ...] = ()  # why there are none, or none for some sizes
+    in_pieces: bool = False  # attention is called between them: its kernels cannot be captured
 
     @classmethod
     def of_all(cls, reports: Sequence[CaptureReport]) -> CaptureReport:
         """Of the same sizes, captured in several ways."""
         seconds, taken = sum(one.seconds for one in reports), sum(one.memory_bytes for one in reports)
         limits = dict.fromkeys(limit for one in reports for limit in one.limits)
-        return cls(reports[0].batch_sizes, seconds, taken, tuple(limits))
+        return cls(reports[0].batch_sizes, seconds, taken, tuple(limits), reports[0].in_pieces)
 
 
 @dataclass(frozen=True)

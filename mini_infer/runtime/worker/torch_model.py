@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class TorchModel:
         pieces = PiecewiseGraphs(self._model, self.store, sizes, mixed=mixed)
         report = pieces.capture(memory)
         self._pieces[self.adapters is not None and self.adapters.active] = pieces
-        return report
+        return replace(report, in_pieces=mixed is None)
 
     def release_pieces(self) -> None:
         self._pieces.clear()
