@@ -232,9 +232,11 @@ def _of_sweep(result: Result) -> str:
         sign = 1 if metric.better is Better.higher else -1
         found: dict[str, dict[Any, tuple[str, Estimate]]] = {}  # of each variant by the key's value
         told_at = [at for at in info.points if not effects.is_scheduled(name, at, info)]
-        for cell in product(others or info.variants, told_at):
-            (variant, at), reference = cell, (str(info.baseline), cell[1])
-            if own := result.ratio(cell, reference, name) if base else result.estimate(*cell, name):
+        for variant, at in product(others or info.variants, told_at):
+            own = result.estimate(variant, at, name)
+            if base:
+                own = result.ratio((variant, at), (str(info.baseline), at), name)
+            if own:
                 found.setdefault(variant, {})[info.points[at][key]] = at, own
         if not found:
             continue

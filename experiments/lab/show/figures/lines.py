@@ -197,13 +197,16 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     else:
         series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
     for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
-        x_of = {cell: median(own.values()) if metric else info.points[cell[1]][key] for cell in cells
-                if cell[0] != info.baseline and ((own := result.values(*cell, key)) or not metric)}  # fmt: skip
+        cells = [cell for cell in cells if cell[0] != info.baseline]
+        if metric:
+            x_of = {cell: median(own.values()) for cell in cells if (own := result.values(*cell, key))}
+        else:
+            x_of = {cell: info.points[cell[1]][key] for cell in cells}
         measured, told = (
-            [(x, ratios) for (variant, point), x in x_of.items()
-             if (ratios := stats.paired(result.values(variant, point, name), base(point)))]
+            [(x, stats.paired(result.values(*cell, name), base(cell[1]))) for cell, x in x_of.items()]
             for name in (panel.metric, FORMULA)
-        )  # fmt: skip
+        )
+        measured, told = ([(x, ratios) for x, ratios in found if ratios] for found in (measured, told))
         if not measured:
             continue
         x, speedups = zip(*measured, strict=True)
