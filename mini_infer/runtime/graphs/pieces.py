@@ -139,9 +139,9 @@ class PiecewiseGraphs:
         """Captures all sizes, on a GPU."""
 
         def capture(size: int) -> _Pieces:
-            memory.warm_up(lambda: self._run(size, _CutContext(size, self._static, self._store, lambda layer: None)))
-            if self._mixed is not None:
-                memory.warm_up(lambda: self._run(size, self._mixed_context(size)))
+            # A whole step runs all that its pieces run, and attention.
+            cut = _CutContext(size, self._static, self._store, lambda layer: None)
+            memory.warm_up(lambda: self._run(size, cut if self._mixed is None else self._mixed_context(size)))
             return self.capture_size(size, memory.pool)
 
         static_bytes = self._static.num_bytes() + (0 if self._mixed is None else self._mixed.num_bytes)
@@ -179,9 +179,11 @@ class PiecewiseGraphs:
         # Copied, so that sizes share one tensor rather than each holding its own.
         static.hidden[:size].copy_(hidden)
 
-    def replay(self, token_ids: Tensor, context: AttentionContext) -> Tensor | None:
+    def replay(
+        self, token_ids: Tensor, batch: AttentionBatch, attention: Callable[[], AttentionContext]
+    ) -> Tensor | None:
         """Hidden states [T, hidden_size] of a step of tokens [T], which stay until the next replay. None where there
-        are too many."""
+        are too many. `attention` makes the batch's context, for steps in pieces alone."""
         count = token_ids.shape[0]
         size = next((size for size in self._sizes if size >= count and size in self._pieces), None)
         if size is None:
@@ -189,13 +191,13 @@ class PiecewiseGraphs:
         static, pieces = self._static, self._pieces[size]
         # Padding keeps the tokens and positions of an earlier step, but must not write where they did.
         static.token_ids[:count].copy_(token_ids)
-        static.positions[:count].copy_(context.batch.positions)
-        static.slot_mapping[:count].copy_(context.batch.slot_mapping)
+        static.positions[:count].copy_(batch.positions)
+        static.slot_mapping[:count].copy_(batch.slot_mapping)
         static.slot_mapping[count:size].fill_(self._padding_slot)
-        if pieces.whole is not None and self._mixed is not None and self._mixed.take(context.batch):
+        if pieces.whole is not None and self._mixed is not None and self._mixed.take(batch):
             pieces.whole.replay()
             return static.hidden[:count]
-        q, attended = static.q[:count], static.attended[:count]
+        context, q, attended = attention(), static.q[:count], static.attended[:count]
         for graph, layer in pieces.before:
             graph.replay()
             context.attend(layer, q, out=attended)

@@ -60,10 +60,10 @@ class TorchModel:
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
-        context, token_ids = self._context(step), self._known(step.token_ids)
+        batch, token_ids = step.batch, self._known(step.token_ids)
         pieces = self._pieces.get(self._adapted(step))
-        hidden = None if pieces is None else pieces.replay(token_ids, context)
-        return self._model.forward(token_ids, step.batch.positions, context) if hidden is None else hidden
+        hidden = None if pieces is None else pieces.replay(token_ids, batch, lambda: self._context(step))
+        return self._model.forward(token_ids, batch.positions, self._context(step)) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
         """`forward` by operations that can be captured, if attention's can."""
