@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ranks_gpu import PARAMS, PROMPTS, answers, on_two_gpus
+from test_ranks_gpu import PARAMS, PROMPTS, answers, let_go, on_two_gpus
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import Dispatch, KernelChoice
@@ -94,8 +94,7 @@ def layers(rank: int, port: int, store: Any = None) -> None:
         for got in found:
             torch.testing.assert_close(got[some].float(), expected, rtol=0.03, atol=0.05)
             assert torch.equal(got, found[0])
-    torch.cuda.synchronize()
-    context.exchange([])
+    let_go(context, late_end, graphs)
 
 
 def test_every_form_called_and_replayed() -> None:
