@@ -63,6 +63,7 @@ def test_our_settings_have_their_names_there(arguments):
         "tensor_parallel_size": 2,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
+        "max_cudagraph_capture_size": 512,
         "enable_chunked_prefill": True,
         "scheduling_policy": "priority",
         "block_size": 32,

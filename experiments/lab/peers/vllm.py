@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a package of its own, and not for greedy tokens
 }
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # to which experts tokens go, where not the router's
+LARGEST_GRAPH = 512  # tokens, its own limit; beside few rows it has twice as many, and launches chunks kernel by kernel
 NO_CLAIM = 0.05  # of the GPU, which vLLM only looks whether it is free where its KV memory is given in bytes
 DRAFT_WORKER = "experiments.lab.peers.vllm_worker.WorkerWithDraftGraphs"
 FORGET_S = 10.0  # a step that was launched ahead may still hold blocks of requests that have ended
@@ -221,6 +222,7 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel.tensor,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_cudagraph_capture_size": LARGEST_GRAPH,
         "enable_chunked_prefill": scheduler.chunked_prefill,
         "scheduling_policy": scheduler.policy.value,
         "block_size": cache.block_size,
