@@ -13,7 +13,7 @@ from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, expert_rows
-from experiments.lab.show import effects
+from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import bars, frame, gallery, load, stacks, worth
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -82,30 +82,38 @@ def test_every_variant_has_its_share_of_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("bound", "value", "colour", "ticks"),
+    ("times", "bound", "value", "source", "colour", "ticks", "told"),
     [
-        (Bound.ratio_at_most, 0.9, worth.WORSE, []),  # it is 1.5x
-        (Bound.ratio_at_most, 1.6, worth.BETTER, []),
-        (Bound.ratio_at_least, 1.6, worth.WORSE, [1.6]),
-        (Bound.ratio_at_least, 1.2, worth.BETTER, [1.2]),
-        (Bound.ratio_at_least, 1.5, worth.UNTOLD, [1.5]),  # better than without, and the claim is open
+        (1.5, Bound.ratio_at_least, 1.6, "needed", worth.BETTER, [1.6], "target 1.60x: missed"),
+        (1.5, Bound.ratio_at_least, 1.2, "needed", worth.BETTER, [1.2], "target 1.20x: met"),
+        (1.5, Bound.ratio_at_least, 1.2, "aim", worth.BETTER, [1.2], "aim 1.20x: met"),
+        (1.5, Bound.ratio_at_least, 1.5, "needed", worth.BETTER, [1.5], "target 1.50x: not shown"),
+        (1.5, Bound.ratio_at_most, 0.9, "simulated", worth.BETTER, [], ""),
+        (0.8, Bound.ratio_at_least, 0.75, "needed", worth.WORSE, [0.75], "target 0.750x: met"),
+        (0.8, Bound.ratio_at_most, 0.9, "simulated", worth.WORSE, [], ""),
+        (1.0, Bound.ratio_at_least, 0.9, "needed", worth.UNTOLD, [0.9], "target 0.900x: met"),
     ],
 )
-def test_a_claim_s_verdict_is_the_colour_whichever_side_it_is_on(bound, value, colour, ticks):
+def test_the_colour_is_whether_it_is_better_and_the_verdict_stands_beside_it(
+    times, bound, value, source, colour, ticks, told
+):
     """Who claims that it is at most so good has nothing to reach."""
-    claim = Claim("output_tokens_per_s", "new", "concurrency=8", bound, value, "base", "concurrency=8", "simulated")
-    (ax,) = worth.forest(result(sizes=(8,), claims=(claim,), noise=0.01)).axes
+    claim = Claim("output_tokens_per_s", "new", "concurrency=8", bound, value, "base", "concurrency=8", source)
+    given = result(sizes=(8,), claims=(claim,), noise=0.01)
+    scaled = [replace(row, value=row.value * times / 1.5) if row.variant == "new" else row for row in given.rows]
+    (ax,) = worth.forest(replace(given, rows=tuple(scaled))).axes
     (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
-    assert dot.get_xdata()[0] == pytest.approx(1.5, rel=0.05)
-    assert to_hex(dot.get_color()).upper() == colour.upper()
+    assert dot.get_xdata()[0] == pytest.approx(times, rel=0.05)
+    assert (to_hex(dot.get_color()).upper(), dot.get_label()) == (colour.upper(), worth.SAYS[colour])
     assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == pytest.approx(ticks)
+    assert texts(ax)[0].partition("\n")[2] == told
 
 
 @pytest.mark.parametrize(
-    ("at_most", "reached", "colour"),
-    [(80, "met", worth.BETTER), (60, "not shown", worth.UNTOLD), (40, "missed", worth.WORSE)],
+    ("at_most", "reached"),
+    [(80, "met"), (60, "not shown"), (40, "missed")],
 )
-def test_an_absolute_target_is_told_beside_a_ratio_and_has_no_place_on_its_axis(at_most, reached, colour):
+def test_an_absolute_target_is_told_beside_a_ratio_and_has_no_place_on_its_axis(at_most, reached):
     """Here the baseline varies less than the claimed variant, of which the claim alone is."""
     values = {"base": (120, 120, 120), "new": (55, 60, 65)}
     found = [Row(v, "concurrency=8", r, "ttft_p50_ms", x, "ms") for v, own in values.items() for r, x in enumerate(own)]
@@ -115,9 +123,7 @@ def test_an_absolute_target_is_told_beside_a_ratio_and_has_no_place_on_its_axis(
     ]
     (ax,) = worth.forest(result(rows=found, sizes=(8,), claims=tuple(claims))).axes
     assert not [line for line in ax.lines if line.get_marker() == "|"]
-    (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
-    assert (to_hex(dot.get_color()).upper(), dot.get_label()) == (colour.upper(), worth.SAYS[colour])
-    assert texts(ax) == [f"2x   60 ms against 120\ntarget {at_most} ms (aim {at_most - 5}): {reached}"]
+    assert texts(ax) == [f"2x   60 ms against 120\ntarget {at_most} ms: {reached} (aim {at_most - 5} ms)"]
 
 
 def test_the_target_of_a_ratio_keeps_its_tick_beside_an_absolute_claim():
@@ -125,7 +131,22 @@ def test_the_target_of_a_ratio_keeps_its_tick_beside_an_absolute_claim():
     needed = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 500.0, source="needed")
     (ax,) = worth.forest(result(sizes=(8,), claims=(ratio, needed))).axes
     assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"] == [1 / 0.8]
-    assert not [text for text in texts(ax) if "target" in text]
+    assert [text.partition("\n")[2] for text in texts(ax)] == ["target 1.25x: met"]
+
+
+def test_the_axis_says_all_that_rows_are_compared_with():
+    def label(*claims):
+        return worth.forest(result(claims=claims)).axes[0].get_xlabel().partition(": ")[2]
+
+    here = Claim("output_tokens_per_s", "new", "concurrency=8", Bound.ratio_at_least, 1.2, "base", "concurrency=8")
+    apart = replace(here, bound=Bound.ratio_at_least, reference_variant="new", reference_point="concurrency=1")
+    alone = Claim("ttft_p50_ms", "base", "concurrency=8", Bound.at_most, 900.0)
+    assert label(here) == "times better than whole prompts"
+    both = label(here, apart)
+    assert both == "times better than whole prompts, or than at the point that it is compared with"
+    (ax,) = worth.forest(result(claims=(here, alone))).axes
+    assert ax.get_xlabel() == "times better than whole prompts, or times its target"
+    assert [text[-5:] for text in texts(ax)[-1:]] == [": met"]
 
 
 def test_a_prediction_is_no_gain():
@@ -161,7 +182,12 @@ def test_an_interval_far_beyond_the_medians_is_an_arrow():
 
 @pytest.mark.parametrize(
     ("low", "high", "labels"),
-    [(2, 300, ["10", "100"]), (2, 90, ["2", "5", "10", "20", "50"]), (3, 9, ["3", "5", "7"]), (10.1, 12, None)],
+    [
+        (2, 300, ["3", "10", "30", "100", "300"]),
+        (2, 90, ["2", "5", "10", "20", "50"]),
+        (3, 9, ["3", "5", "7"]),
+        (10.1, 12, None),
+    ],
 )
 def test_a_log_axis_has_several_numbers_whatever_it_spans(low, high, labels):
     figure, ax = frame.one(3)
@@ -210,7 +236,8 @@ def test_a_bar_that_dwarfs_another_is_a_dot_on_a_log_axis():
     (ax,) = gallery.panels(PlotSpec("plot", "A title", (panel,)), given).axes
     assert ax.get_xscale() == "log"
     assert not ax.patches
-    assert [float(line.get_xdata()[1]) for line in ax.lines if line.get_gid()] == [pytest.approx(400, rel=0.01)]
+    dots = [float(line.get_xdata()[0]) for line in ax.lines if line.get_gid()]
+    assert dots == pytest.approx([1, 400, 20], rel=0.01)
     even = replace(given, rows=tuple(rows({"base": 10, "new": 20, "third": 20})))
     (ax,) = gallery.panels(PlotSpec("plot", "A title", (panel,)), even).axes
     assert (len(ax.patches), ax.get_xscale()) == (3, "linear")
@@ -237,7 +264,8 @@ def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
     (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "8"]
     dots = [line for line in ax.lines if line.get_gid()]
-    assert [to_hex(line.get_color()).upper() for line in dots] == list(frame.COLOURS[:6])
+    assert [to_hex(line.get_color()).upper() for line in dots[::2]] == list(frame.COLOURS[:6])
+    assert texts(ax) == [wording.number(1.001 * values[v]) for v in variants for _ in "18"], "each has its number"
 
 
 def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
@@ -328,7 +356,8 @@ def test_memory_is_what_the_engine_said_when_it_started():
 
 
 def test_the_kernels_of_a_peers_step_stand_beside_ours():
-    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 950.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
+    plain = {"base": 950.0, "new": 1100.0}
+    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, us, 1000.0, 900.0, 50.0) for v, us in plain.items())
     kernels = (
         KernelRow("base", "concurrency=8", "other", "_fma_kernel", 4, 800.0),  # as an older result called it
         KernelRow("base", "concurrency=8", "other", "_gather", 4, 100.0),
@@ -339,7 +368,9 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
     labels = ax.get_legend_handles_labels()[1]
     assert labels[:2] == [stacks.PLAIN, "linear"]
     ticks, _ = (line for line in ax.lines if line.get_marker() == "|")
-    assert list(ticks.get_xdata()) == [950.0, 950.0]
+    assert list(ticks.get_xdata()) == [950.0, 1100.0]
+    sums = [(text.get_text(), text.xy[0]) for text in ax.texts if "tick" in text.get_text()]
+    assert sums == [("1,000 (tick: 950)", 1000.0), ("1,000 (tick: 1,100)", 1100.0)], "behind both"
     assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
         f"{label}, concurrency 8" for label in given.info.variants.values()
     ]

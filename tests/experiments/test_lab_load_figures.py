@@ -80,7 +80,7 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
-    assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+    assert itl.get_xlabel() == "inter-token latency of a token, first pass (ms)"
 
 
 def test_first_tokens_are_of_the_group_that_claims_are_about():
@@ -100,17 +100,17 @@ def test_first_tokens_are_of_the_group_that_claims_are_about():
         "time to first token of a prompt request (ms)",
         "share of prompt requests above (%)",
     )
-    assert itl.label == "inter-token latency of a token of any request (ms)"
+    assert itl.label == "inter-token latency of a token of any request, first pass (ms)"
 
 
 def test_only_passes_that_count_are_drawn():
-    """By what their requests say, else by their rows; and of several attempts at a pass one."""
+    """All of them, by what their requests say, else by their rows; and of several attempts at a pass one."""
     waiting = requests(point="concurrency=1")
     late = [replace(r, first_token_s=r.first_token_s + 9, valid=False) for r in waiting]
     tries = [*late, *(replace(r, attempt=1, valid=True) for r in waiting), *(replace(r, repeat=1) for r in waiting)]
-    for own in (tries, [*late, *(replace(r, repeat=1, valid=True) for r in waiting)]):
+    for passes, own in ((2, tries), (1, [*late, *(replace(r, repeat=1, valid=True) for r in waiting)])):
         (found,) = load.waits_of(result(requests=own))
-        assert len(found.values["base"][0]) == len(waiting)
+        assert len(found.values["base"][0]) == passes * len(waiting)
         assert max(found.values["base"][0]) < 1000
     given = result(requests=waiting, steps=engine_steps(point="concurrency=1"))
     assert len(load.waits_of(given)) == 2
@@ -127,10 +127,12 @@ def test_gaps_between_tokens_are_drawn_of_whoever_tells_them():
     trace = RequestTrace(10, 102, 0.0, times, ())
     (row,) = gap_rows("new", "concurrency=1", 0, Served((trace,), 0.0, 1.0))
     assert row.gaps == ("4.934x99", "198.5x1", "204.5x1")
-    given = replace(result(requests=requests(point="concurrency=1")), gaps=(row,))
+    again = replace(row, repeat=1, gaps=("4.934x99", "300x2"))
+    given = replace(result(requests=requests(point="concurrency=1")), gaps=(row, again))
     _, itl = load.waits(load.waits_of(given), given).axes
     assert itl.get_legend_handles_labels()[1] == [given.info.variants["new"]]
-    assert [round(share, 1) for share in itl.lines[0].get_ydata()] == [100, 2.0, 1.0, 0]
+    assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+    assert [round(share, 1) for share in itl.lines[0].get_ydata()] == [100, 51.0, 2.0, 1.5, 1.0, 0], "of both passes"
     assert len(to_csv(GapRow, [row])) < 100
     assert gap_rows("new", "", 0, Served((replace(trace, token_times=(1.0,)),), 0.0, 1.0)) == []
 

@@ -92,6 +92,18 @@ def test_bars_and_log_axes_are_held_likewise():
 
 
 @pytest.mark.slow
+def test_of_bars_beside_each_other_only_those_of_two_values_have_their_range():
+    """Apart as these two are, they stand there instead of a median."""
+    values = {"base": [9.0, 10.0, 11.0], "new": [2.0, 30.0]}
+    rows = [Row(v, "concurrency=8", n, "ttft_p50_ms", x, "ms") for v, own in values.items() for n, x in enumerate(own)]
+    (ax,) = axes_of([PanelSpec("ttft_p50_ms")], result(rows=rows, sizes=(8,), claims=()))
+    whole = stats.estimate(values["base"])
+    assert ends(ax, 0) == pytest.approx([whole.low, whole.high, 2.0, 30.0])
+    assert [bar.get_linewidth()[0] for bar in ax.collections] == [1.4, 0.8]
+    assert [text.get_text() for text in ax.texts] == ["10", "2 and 30"]
+
+
+@pytest.mark.slow
 def test_an_axis_starts_at_zero_whatever_an_interval_says():
     (ax,) = axes_of([PanelSpec("ttft_p50_ms")], given([0.0, 1.0, 1.5]))
     assert min(ends(ax, 0)) == ax.get_xlim()[0] == 0

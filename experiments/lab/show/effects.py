@@ -43,7 +43,7 @@ class Effect:
     missed: str = ""  # those that it misses
     is_absolute: bool = False  # whether the claim bounds `own`, and not `ratio`
     beside: str = ""  # the label of the reference's variant
-    verdict: Verdict = Verdict.inconclusive  # on the claims; inconclusive without any
+    verdict: Verdict = Verdict.inconclusive  # on the claims, of aims where there are no others
 
     @property
     def at_another_point(self) -> bool:
@@ -83,13 +83,13 @@ def of_claims(result: Result) -> list[Effect]:
     for key, own in claims.items():
         effect = functools.reduce(_with_bound, [j.claim for j in own], between(result, *key, own[0].reason))
         both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
-        judged = {j.verdict for j in own if not j.claim.source.startswith(AIM)}
+        judged = [j.verdict for j in own if not j.claim.source.startswith(AIM)] or [j.verdict for j in own]
         bounds: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
         for j in own:
             bounds[j.verdict] += [wording.bound(j.claim, result.info)] if j.estimate else []
         effect = replace(
             effect,
-            verdict=max(judged, key=WORSE_LAST.index, default=Verdict.inconclusive),
+            verdict=max(judged, key=WORSE_LAST.index),
             open=", ".join(bounds[Verdict.inconclusive]),
             missed=", ".join(bounds[Verdict.refuted]),
             is_absolute=not own[0].claim.bound.is_ratio,

@@ -26,7 +26,8 @@ ROWS = 15  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
-BARS = {"edgecolor": "white", "linewidth": 0, "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}}
+BARS = {"edgecolor": "white", "linewidth": 0}
+WHISKERS = {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
 
@@ -125,29 +126,25 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     for index, label in enumerate(groups.series):
         aside = (index - (count - 1) / 2) * room
         kept = [(group, own[index]) for group, own in enumerate(groups.found) if own[index]]
-        drawn = lines.intervals([repeats for _, repeats in kept], groups.estimate)
-        legend = label if count > 1 else None
-        told = [lines.tip(groups.names[group].replace("\n", " "), legend or "", repeats, groups.estimate)
-                for group, repeats in kept]  # fmt: skip
-        if groups.dots and kept:
-            style = line_style(index if groups.by_point else groups.colours[index], 0) | {"linestyle": "none"}
-            if groups.by_point and count > 1:  # colours are the variants'
-                style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
-            places = [group + aside for group, _ in kept]
-            points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=legend, **style)
-            frame.says(points, told)
         for one, (group, repeats) in enumerate(kept):
-            middle, place = drawn.medians[one], group + aside
-            if not groups.dots:
-                style = bar_style(groups.colours[group if groups.by_point else index])
-                errors = [[side[one]] for side in drawn.errors]
-                (bar,) = ax.barh(place, middle, 0.9 * room, xerr=errors, label=None if one else legend, **style)
-                frame.says(bar, [told[one]])
+            (middle,), errors, caps = lines.intervals([repeats], groups.estimate)
+            place, legend = group + aside, label if count > 1 and not one else None
+            if groups.dots:
+                style = line_style(index if groups.by_point else groups.colours[index], 0) | caps
+                if groups.by_point and count > 1:  # colours are the variants'
+                    style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
+                mark, *_ = ax.errorbar(middle, place, xerr=errors, label=legend, **style | {"linestyle": "none"})
+            else:
+                style = bar_style(groups.colours[group if groups.by_point else index]) | {"error_kw": WHISKERS | caps}
+                (mark,) = ax.barh(place, middle, 0.9 * room, xerr=errors, label=legend, **style)
+            name = groups.names[group].replace("\n", " ")
+            frame.says(mark, [lines.tip(name, label if count > 1 else "", repeats, groups.estimate)])
             ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
-            if not groups.dots or count == 1:
-                end = min(float(np.nanmax([*repeats.values(), middle + drawn.errors[1][one]])), most)
-                text = wording.share(middle) if groups.share else wording.number(middle)
-                frame.beside(ax, text, (end, place), 4)
+            end = min(float(np.nanmax([*repeats.values(), middle + errors[1][0]])), most)
+            # As tables have it: two values instead of a median that says too little of them.
+            told = wording.in_table(groups.estimate(repeats)).partition(" [")[0]
+            text = wording.share(middle) if groups.share else told
+            frame.beside(ax, text, (end, place), 4, fontsize=7 if groups.dots else 8)
     for group, (found, tried) in enumerate(zip(groups.found, groups.tried, strict=True)):
         if not any(found):  # said once
             frame.beside(ax, "INVALID" if any(tried) else "not measured", (0, group), 3, xycoords=EDGE)

@@ -187,14 +187,13 @@ def scale(axis: XAxis | YAxis, log: bool = False, share: bool = False) -> None:
 
 
 class _LogTicks(LogLocator):
-    """As few marks as give three labels, whatever the axis spans; two where three might not stand side by side."""
+    """As few marks as give three labels, whatever the axis spans."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
-        enough = 2 if isinstance(self.axis, XAxis) and vmax > 60 * vmin else 3
         decades = [10.0**n for n in range(math.floor(math.log10(vmin)), math.ceil(math.log10(vmax)))]
-        for subs in ((1, 10), (1, 2, 5, 10), (1, 1.5, 2, 3, 5, 7, 10)):
+        for subs in ((1, 10), (1, 3, 10) if vmax > 60 * vmin else (1, 2, 5, 10), (1, 1.5, 2, 3, 5, 7, 10)):
             every = sorted({round(decade * sub, 12) for decade in decades for sub in subs})
-            if len(found := [place for place in every if vmin <= place <= vmax]) >= enough:
+            if len(found := [place for place in every if vmin <= place <= vmax]) >= 3:
                 return found
         return MaxNLocator(nbins=4, steps=[1, 2, 5, 10]).tick_values(vmin, vmax)
 

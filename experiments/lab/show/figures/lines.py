@@ -28,6 +28,7 @@ FAR = 3  # a bound this many times above everything measured would only press th
 Repeats = Mapping[Turn, float]
 Estimator = Callable[[Repeats], stats.Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
+FEW = 3  # curves whose points all have their numbers; of more the first has
 ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
 
 
@@ -55,7 +56,7 @@ def of_metric(metric: Metric | None) -> Estimator:
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
-    return f"{', '.join(filter(None, (name, where)))}: {wording.interval(of(repeats))}, {len(repeats)} repeats"
+    return f"{', '.join(filter(None, (name, where)))}: {wording.in_table(of(repeats))}, {len(repeats)} repeats"
 
 
 def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
@@ -106,11 +107,13 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
         # Several points that all say something of one setting: a curve goes along it.
-        if not named and len(names) > 1 and set.intersection(*(set(info.points[point]) for point in names)):
+        if len(names) > 1 and set.intersection(*(set(info.points[point]) for point in names)):
             key, short = _by_setting(result, names)
-            for name, at_x, at_y in zip(short or names, x.medians, y.medians, strict=True):
-                ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
-            if short:
+            told = short or names if not named or len(info.variants) <= FEW else ()
+            side, (away, up) = ("left", (6, -9)) if named else ("right", (-6, 3))  # that both can be read
+            for name, at_x, at_y in zip(told, x.medians, y.medians, strict=False):
+                ax.annotate(name, (at_x, at_y), (away, up), textcoords="offset points", fontsize=7.5, ha=side, **ON_TOP)
+            if short and not named:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})")
             named = True
     if ax.lines:

@@ -110,22 +110,28 @@ class Waits:
 
 def waits_of(result: Result) -> list[Waits]:
     """At the first claim's point, if its requests are stored, else where they are most: first tokens of requests, and
-    decoded tokens, of a pass that counts. In a result that has no gaps between tokens these are made of steps: the time
-    from one step's end to the next one's counts once for each token that the step decoded. Where claims, or else
-    metrics, are of a group of requests, first tokens are of this group alone; gaps and steps are not stored by group.
-    Of more variants than can be told apart those that claims name go first. Left out is where no variant's times differ
-    by more than a little."""
+    decoded tokens, of all passes that count. In a result that has no gaps between tokens these are made of the first
+    pass's steps: the time from one step's end to the next one's counts once for each token that the step decoded. Where
+    claims, or else metrics, are of a group of requests, first tokens are of this group alone; gaps and steps are not
+    stored by group. Of more variants than can be told apart those that claims name go first. Left out is where no
+    variant's times differ by more than a little."""
     stepped = {step.point for step in result.steps}
-    stored = Counter(r.point for r in result.traced if not stepped or r.point in stepped) or Counter(stepped)
+    passes = [r for r in result.requests if r.valid is not False
+              and (r.variant, r.point, r.process, r.repeat) in result.counting]  # fmt: skip
+    stored = Counter(r.point for r in passes if not stepped or r.point in stepped) or Counter(stepped)
     claimed = effects.of_claims(result)
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
     group, of_gaps = (_group(begins, result) for begins in ("ttft_", "itl_"))
-    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in result.traced if r.point == point
+    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in passes if r.point == point
               and group in ("", r.name) and r.first_token_s is not None and r.end_s is not None]  # fmt: skip
     firsts = {v: (ms, [1.0] * len(ms)) for v in few if (ms := [took for variant, took in waited if variant == v])}
-    gaps = {row.variant: row.histogram for row in reversed(result.gaps) if row.point == point and row.variant in few}
+    gaps: dict[str, Weighted] = {}
+    for row in (row for row in result.gaps if row.point == point and row.variant in few):
+        for pooled, of_pass in zip(gaps.setdefault(row.variant, ([], [])), row.histogram, strict=True):
+            pooled += of_pass
+    which = "" if gaps else ", first pass"
     for variant in few if not gaps else ():
         own = result.steps_of(variant, point) if (variant, point, 0, 0) in result.counting else []
         ends = [(1e3 * (step.start_s + step.duration_s), float(step.decode_tokens)) for step in own]
@@ -133,7 +139,7 @@ def waits_of(result: Result) -> list[Waits]:
         gaps |= {variant: ([time for time, _ in found], [count for _, count in found])} if found else {}
     whose, any_ = f"{group} request".strip(), " of any request" if of_gaps else ""
     both = ((f"{whose}s", f"time to first token of a {whose} (ms)", firsts),
-            ("decoded tokens", f"inter-token latency of a token{any_} (ms)", gaps))  # fmt: skip
+            ("decoded tokens", f"inter-token latency of a token{any_}{which} (ms)", gaps))  # fmt: skip
     enough = [Waits(what, point, label, {v: own for v, own in values.items() if sum(own[1]) >= SAMPLES})
               for what, label, values in both]  # fmt: skip
     return [each for each in enough if any(max(times) > ALIKE * min(times) for times, _ in each.values.values())]

@@ -56,8 +56,10 @@ def draw(
             if size > NARROW * longest:
                 frame.beside(ax, wording.number(size), (left + size / 2, row), 0, ha="center", fontsize=7.5, **ON_TOP)
             left += size
-        text = wording.number(left) + (f" of {wording.number(most)}" if most else "")
-        frame.beside(ax, text, (left, row), 4)
+        text, end = wording.number(left) + (f" of {wording.number(most)}" if most else ""), left
+        if ticks:
+            text, end = f"{text} (tick: {wording.number(ticks[who])})", max(left, ticks[who])
+        frame.beside(ax, text, (end, row), 4)
     if ticks:
         look = {"color": INK, "markeredgewidth": 2, "linestyle": "none", "zorder": 7}
         (marks,) = ax.plot([ticks[who] for who in rows], range(len(rows)), "|", markersize=26, **look)

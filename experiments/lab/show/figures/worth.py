@@ -4,7 +4,6 @@ and two by two, and whether their gains multiply. And the load of experts."""
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,13 +24,10 @@ LETTER = 0.0145  # of the axis
 FAR = 3.0  # an end of an interval this many times beyond the outermost median or tick is an arrow
 NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 BETTER, WORSE, UNTOLD = "#0072B2", "#D55E00", "#8c8c8c"
-SAYS = {
-    BETTER: "claims supported; without any: better",
-    WORSE: "a claim refuted; without any: worse",
-    UNTOLD: "not shown",
-}
+COLOURS = {1: BETTER, -1: WORSE, 0: UNTOLD}  # by what is told
+SAYS = {BETTER: "better (the whole 95 % interval)", WORSE: "worse (the whole interval)", UNTOLD: "neither is shown"}
 REACHED = {Verdict.supported: "met", Verdict.refuted: "missed", Verdict.inconclusive: "not shown"}
-TICKS = {"target": "#202020", "aim": "#E69F00"}
+TICKS = {"target": "#202020", "aim": "#CC79A7"}
 
 
 def forest(result: Result) -> Figure:
@@ -39,7 +35,8 @@ def forest(result: Result) -> Figure:
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
     figure, ax = frame.one(1.15 + 0.48 * len(found))
     asked = [_asked(effect, info) for effect, _ in found]
-    ticks = [(None, None) if own else effect.ticks for (effect, _), own in zip(found, asked, strict=True)]
+    # That an interval of ratios reaches the bound of a claim on the value itself says nothing of that claim.
+    ticks = [(None, None) if effect.is_absolute and effect.base else effect.ticks for effect, _ in found]
     marks = [1.0, *(gain.median for _, gain in found), *(place for own in ticks for place in own if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
@@ -51,7 +48,7 @@ def forest(result: Result) -> Figure:
         who = [info.variants[effect.cell[0]]] if many else []
         parts.append([wording.short(effect.metric, info), *who, *filter(None, where.split(", "))])
     for row, (effect, gain) in enumerate(found):
-        colour = _colour(effect)
+        colour = COLOURS[effect.told]
         ends = [gain.median if end is None else end for end in (gain.low, gain.high)]
         edges = [min(max(end, least), most) for end in ends]
         ax.plot(edges, [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
@@ -85,38 +82,34 @@ def forest(result: Result) -> Figure:
     longest = max(len(line) for note in ax.texts for line in note.get_text().split("\n"))
     room = LETTER * longest  # the figures stand on the right
     ax.set_xlim(left, right * (right / left) ** (room / (1 - room)))
-    beside = {"" if effect.at_another_point else effect.beside for effect, _ in found}
-    (other,) = beside if len(beside) == 1 else ("what it is compared with",)
-    words = f"times better than {'without it' if other == 'without' else other}"
-    if not other:
-        alone = all(effect.reference is None for effect, _ in found)
-        words = "times its target" if alone else "times better than at the point that it is compared with"
-    ax.set_xlabel(f"{shared}{': ' if shared else ''}{words}")
+    beside = list(dict.fromkeys(e.beside for e, _ in found if e.reference and not e.at_another_point))
+    than = [f"{name} it" if name == "without" else name for name in beside]
+    than = ["what it is compared with"] if len(than) > 1 else than
+    than += ["at the point that it is compared with"] if any(e.at_another_point for e, _ in found) else []
+    words = [f"times better than {', or than '.join(than)}"] if than else []
+    words += ["times its target"] if any(e.reference is None for e, _ in found) else []
+    ax.set_xlabel(f"{shared}{': ' if shared else ''}{', or '.join(words)}")
     frame.legend(figure, [ax], least=1)
     return figure
 
 
-def _colour(effect: Effect) -> str:
-    """By the verdict on its claims, who may have said that it is worse; without any by whether it is better."""
-    judged = {Verdict.supported: BETTER, Verdict.refuted: WORSE}
-    without = UNTOLD if effect.open else {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
-    return judged.get(effect.verdict, without)
-
-
 def _asked(effect: Effect, info: RunInfo) -> str:
-    """Of a claim on the value itself, beside an axis of ratios: that an interval of these reaches its bound says
-    nothing of the claim."""
-    if effect.base is None or not effect.is_absolute or (effect.target, effect.aim) == (None, None):
-        return ""
-    unit, value = effect.base.median, partial(wording.value, name=effect.metric, info=info)
-    if effect.target is None:
-        return f"\naim {value(unit * (effect.aim or 0))}: {REACHED[effect.verdict]}"
-    aim = "" if effect.aim is None else f" (aim {value(unit * effect.aim, unit=False)})"
-    return f"\ntarget {value(unit * effect.target)}{aim}: {REACHED[effect.verdict]}"
+    """What claims ask to be reached, in the units of the row, and whether it is."""
+    if effect.reference is None and effect.target is not None:
+        return f": {REACHED[effect.verdict]}"  # the figures have the target
+    told, unit = list[str](), effect.base.median if effect.base else 1.0
+    for name, bound, tick in zip(TICKS, (effect.target, effect.aim), effect.ticks, strict=True):
+        if bound is not None and tick is not None:
+            own = wording.value(unit * bound, effect.metric, info) if effect.is_absolute else f"{wording.number(tick)}x"
+            told.append(f"{name} {own}")
+    return f"\n{told[0]}: {REACHED[effect.verdict]}{''.join(f' ({aim})' for aim in told[1:])}" if told else ""
 
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
 NOISE = "#e0e0e0"  # of a pair whose interval holds 1: a colour would say more than is known
+KEY = """bold: alone; below: the pair; above: the pair /
+the product of both, purple: more, brown: less;
+grey: may be 1"""
 
 
 def matrix(ax: Axes, panel: PanelSpec, result: Result) -> bool:
@@ -153,7 +146,7 @@ def matrix(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     ax.grid(visible=False)
     ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
-    ax.set_xlabel("bold: alone; below: the pair; above: the pair /\nthe product of both; grey: may be 1", fontsize=8)
+    ax.set_xlabel(KEY, fontsize=8)
     return True
 
 
