@@ -53,20 +53,29 @@ def for_anybody(arguments: Sequence[str]) -> list[str]:
 
 def summary(log: Path, command: str) -> str:
     """The page made from a junit log."""
-    cases = list(ET.parse(log).getroot().iter("testcase"))
+    root = ET.parse(log).getroot()
+    cases, day = list(root.iter("testcase")), next(root.iter("testsuite")).get("timestamp", "")[:10]
     by_file = defaultdict[str, list[ET.Element]](list)
     for case in cases:
         by_file[str(case.get("file") or case.get("classname"))].append(case)
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items())
     commit, clean = provenance.commit(ROOT), provenance.is_clean(ROOT)
+    counts = Counter(map(_outcome, cases))
+    told = [f"{counts[o]:,} {'files ' * (o == 'not read')}{o}" for o in OUTCOMES if counts[o] or o == "failed"]
+    told = [f"**{text}**" if text.endswith("failed") and counts["failed"] else text for text in told]
     lines = [
         "# Tests on the GPU",
         "",
+        f"{', '.join(told)}; {day}.",
+        "",
         f"{_device()}. {versions}. Commit {(commit or 'unknown')[:12]}{'' if clean else ', with changes'}.",
         "",
-        "All tests that run on a GPU where there is one: kernels against their references over odd shapes, captured",
-        "steps against eager ones, overlapped steps against steps one after the other, every attention backend against",
-        f"every other, and all of them against the fp32 reference. Run them again: `{command}`.",
+        "All tests that run on a GPU where there is one. Kernels and attention backends are held against plain",
+        "torch, over odd shapes; captured and overlapped steps against eager ones one after the other; the engine",
+        "against a reference in fp32, and in batch-invariant numerics to the bit against each request alone; two",
+        "GPUs, and two engines between which requests are handed over, against one; the gate of tokens against",
+        "planted faults. Run them again:",
+        f"`{command}`.",
         "",
         "| file | " + " | ".join(OUTCOMES) + " | seconds |",
         "|---|" + "---:|" * (len(OUTCOMES) + 1),
@@ -111,7 +120,7 @@ def _why(case: ET.Element) -> str:
 def _device() -> str:
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     count = torch.cuda.device_count()
-    name = torch.cuda.get_device_name() if count == 1 else f"{count} of {torch.cuda.get_device_name()}"
+    name = torch.cuda.get_device_name() if count == 1 else f"{count} x {torch.cuda.get_device_name()}"
     return f"{name} (compute capability {capability}), CUDA {torch.version.cuda}"
 
 

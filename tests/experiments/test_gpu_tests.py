@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from experiments import gpu_tests
 
-LOG = """<testsuites><testsuite>
+LOG = """<testsuites><testsuite timestamp="2026-11-29T17:20:01.5+00:00">
 <testcase file="tests/a.py" classname="a" name="one" time="1.5"/>
 <testcase file="tests/a.py" classname="a" name="two" time="0.5"><failure message="wrong token&#10;more"/></testcase>
 <testcase file="tests/b.py" classname="b" name="three" time="0"><skipped message="no flash_attn"/></testcase>
@@ -28,6 +29,9 @@ def test_summary_counts_by_file_and_names_what_failed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(gpu_tests, "_device", lambda: "A GPU")
     (tmp_path / "log.xml").write_text(LOG)
     page = gpu_tests.summary(tmp_path / "log.xml", "python -m experiments.gpu_tests")
+    assert page.startswith(
+        "# Tests on the GPU\n\n1 passed, **1 failed**, 3 skipped, 2 files not read; 2026-11-29.\n\nA GPU."
+    )
     assert "| file | passed | failed | skipped | not read | seconds |" in page
     assert "| `tests/a.py` | 1 | 1 | 0 | 0 | 2.0 |" in page
     assert "| `tests/b.py` | 0 | 0 | 1 | 0 | 0.0 |" in page
@@ -42,6 +46,8 @@ def test_summary_counts_by_file_and_names_what_failed(tmp_path: Path, monkeypatc
     assert "- `tests/d.py::d`: needs nixl, which is not here\n" in not_read
     assert "- `tests/a.py::two`: wrong token\n" in page
     assert "- `tests/b.py::three`: no flash_attn\n" in page
+    (tmp_path / "log.xml").write_text(re.sub("<failure.*/>", "", LOG))
+    assert "\n2 passed, 0 failed, 3 skipped" in gpu_tests.summary(tmp_path / "log.xml", "")
 
 
 def test_the_command_is_one_that_others_can_run() -> None:
