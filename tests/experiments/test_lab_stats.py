@@ -157,6 +157,12 @@ def test_a_paired_ratio_cancels_what_slows_a_whole_repeat_down():
     assert (found.median, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
+def test_a_ratio_is_taken_as_the_values_beside_it_are():
+    """The median of the processes' medians, 3; that of all six would be 2.5, which is the quotient of nothing shown."""
+    new, base = by_turn([1.0, 9.0], [2.0, 2.0], [3.0, 3.0]), by_turn(*[[1.0, 1.0]] * 3)
+    assert stats.ratio(new, base).median == stats.absolute(new).median / stats.absolute(base).median == 3.0
+
+
 def test_two_values_are_known_where_an_interval_rests_on_them():
     ones = by_turn([1.0, 1.0])
     assert stats.ratio(by_turn([9.0, 2.0]), ones).both == (2.0, 9.0)

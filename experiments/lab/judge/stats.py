@@ -132,12 +132,12 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
 
 
 def factors(values: Mapping[Turn, float]) -> Estimate:
-    """The median of paired quantities, such as ratios within a repeat, with the interval of all of them together; where
-    they differ between processes, of what varies between processes."""
-    found, judged = estimate(list(values.values())), estimate(_judged_by(values))
-    if judged.low is not None and judged.high is not None:
-        found = replace(_around(found.median, judged.low, judged.high, found.n), both=judged.both)
-    return replace(found, processes=len(by_process(values)))
+    """The median of the processes' medians of paired quantities, such as ratios within a repeat, with the interval of
+    all of them together; where they differ between processes, of what varies between processes."""
+    centre, found = float(median(independent(values))), estimate(_judged_by(values))
+    if found.low is not None and found.high is not None:
+        found = replace(_around(centre, found.low, found.high, len(values)), both=found.both)
+    return replace(found, median=centre, n=len(values), processes=len(by_process(values)))
 
 
 def _judged_by(values: Mapping[Turn, float]) -> list[float]:
