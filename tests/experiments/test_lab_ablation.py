@@ -99,9 +99,9 @@ def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
 def test_ends_that_were_read_late_are_told_once(build, monkeypatch):
     shares = itertools.cycle([0.0, 0.023])
     monkeypatch.setattr(validity, "late_readings", lambda evidence: next(shares))
-    late = [note for note in measured(build(*FIXED, metrics=["steps"])).notes if "look too short" in note]
-    assert [note[:40] for note in late] == ["In 2 of 4 passes steps look too short, s"]
-    assert late[0].endswith(": up to 2.3 % of a pass's.")
+    late = [note for note in measured(build(*FIXED, metrics=["steps"])).notes if "look shorter" in note]
+    assert [note[:26] for note in late] == ["In 2 of 4 passes the host "]
+    assert late[0].endswith(": up to 2.3 % of a pass's steps.")
 
 
 def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch):

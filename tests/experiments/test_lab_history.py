@@ -93,8 +93,12 @@ def test_a_result_knows_that_other_claims_are_made_by_now(tmp_path, had, asked, 
 
 def test_the_page_says_so(monkeypatch):
     monkeypatch.setattr(pages, "asked_differently", lambda info: True)
-    assert pages.moved(result().info, lambda _: 2) == "2 commits since, asked differently since"
-    assert "as measured, asked differently since" in pages.index_page([result()], (), lambda _: 0)
+    changed = "its claims have changed since"
+    assert pages.moved(result().info, lambda _: 2) == ["2 commits since", changed]
+    assert f"| as measured, {changed} |" in pages.screen(result(), lambda _: 0)
+    assert f"2 supported, {changed} |" in pages.index_page([result()], (), lambda _: 0)
+    (row,) = pages.readme_with(f"{pages.BEGIN}\n{pages.END}", [result(hardware="h200")], lambda _: 2).splitlines()[3:-1]
+    assert row.endswith(f"| 2026-01-01, h200, 2 commits since, {changed} |")
 
 
 def test_where_git_cannot_tell_nobody_says_that_it_can(repository, tmp_path_factory):
@@ -108,9 +112,9 @@ def test_where_git_cannot_tell_nobody_says_that_it_can(repository, tmp_path_fact
 def test_the_words_for_it():
     info = result().info
     assert [moved(info, lambda _, n=n: n) for n in (None, 0, 1, 12)] == [
-        "no git history here", "as measured", "1 commit since", "12 commits since",
+        [], [], ["1 commit since"], ["12 commits since"],
     ]  # fmt: skip
     dirty = replace(info, provenance=replace(info.provenance, clean=False))
-    assert [moved(dirty, lambda _, n=n: n) for n in (0, 2)] == [
-        "as measured, measured with uncommitted changes", "2 commits since, measured with uncommitted changes",
-    ]  # fmt: skip
+    uncommitted = "measured with uncommitted changes"
+    assert [moved(dirty, lambda _, n=n: n) for n in (0, 2)] == [[uncommitted], ["2 commits since", uncommitted]]
+    assert "| no git history here |" in pages.screen(result(), lambda _: None)

@@ -36,7 +36,7 @@ def searched(*by_knee, **changes):
             reason = "" if 0 < len(kept) < len(RATES) else f"{NOT_SHOWN}the knee lies outside"
             found = 0.0 if reason else kept[-1]
             rows.append(Row(variant, "search", repeat, "slo_rate_rps", found, "requests/s", not reason, reason))
-    config = {"experiment": {"search": {"share": 0.9}}}
+    config = {"experiment": {"search": {"share": 0.9}}, "measure": {"processes": 1}}
     made = made_up.result(rows=rows, metrics=METRICS, gates=())
     settings = {"points": points, "claims": (), "plots": (), "config": config, **changes}
     return replace(made, info=replace(made.info, **settings))

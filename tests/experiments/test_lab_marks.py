@@ -11,7 +11,7 @@ from experiments.lab.judge import marks
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import RequestRow
-from experiments.lab.show.answer import badges
+from experiments.lab.show.answer import badges, sentence
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row
 
@@ -72,9 +72,11 @@ def test_a_run_without_a_second_arm_has_no_verdict():
 
 def test_repeats_that_differ_severalfold_mark_the_run():
     (told,) = marks.of(run(slow=[("new", 1, 1)]))
-    assert told.startswith("repeats differ severalfold (chunked at concurrency ")
+    assert told.startswith("repeats of chunked differ severalfold (chunked at concurrency ")
     assert told.endswith("in one process)")
-    assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == []  # a process may have other prompts
+    both = run(slow=[("new", 1, 1), ("base", 0, 0)])
+    assert badges(both) == ["**repeats of 2 variants differ severalfold**"]
+    assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == {}  # a process may have other prompts
 
 
 def on_gpu(count=3, arrivals="closed", requests=(), **changes):
@@ -110,6 +112,32 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
 )
 def test_a_run_says_what_a_result_is_made_of_and_it_lacks(changes, says):
     assert badges(on_gpu(**changes)) == says
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes", "told"),
+    [
+        (3, {}, "supported"),
+        (1, {}, "inconclusive"),
+        (1, {"status": "incomplete: interrupted; 1 of 3 processes are complete"}, "inconclusive"),
+        (2, {"status": "incomplete: interrupted; 2 of 3 processes are complete"}, "supported"),
+        (1, {"config": {"measure": {"processes": 1}}}, "supported"),  # the experiment itself asks for one
+        (1, {"config": {"measure": {"processes": 1}}, "changed": {"measure.processes": "1"}}, "inconclusive"),
+        (1, {"hardware": "simulated-h200"}, "supported"),
+    ],
+)
+def test_one_process_judges_ratios_and_no_value_by_itself(processes, changes, told):
+    """What varies between processes shows in none of them alone; in a ratio within one much of it cancels out."""
+    given = run(processes=processes)
+    at = ("ttft_p50_ms", "new", "concurrency=8")
+    claims = (Claim(*at, Bound.at_most, 900.0), Claim(*at, Bound.ratio_at_most, 2.0, "base", "concurrency=8"))
+    info = replace(given.info, **{"config": {}, "claims": claims, **changes})
+    value, ratio = replace(given, info=info).judgements
+    assert (value.verdict.value, ratio.verdict.value) == (told, "supported")
+    why = "one process does not tell what varies between processes"
+    assert value.reason == (why if told == "inconclusive" else "")
+    said = sentence(replace(given, info=replace(info, claims=claims[:1])))
+    assert ("at most 900 ms: not shown by one process" in said) == (told == "inconclusive")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def test_one_pair_shows_nothing_and_pairs_that_are_alike_show_everything():
 
 def power_of(given):
     """What its page says, without what every such line begins with; empty where it says nothing."""
-    lines = re.findall(r"^- \*\*Power\*\*: 10 % worse would be shown by (.*)\.$", screen(given, lambda info: 0), re.M)
+    lines = re.findall(
+        r"^- \*\*Power\*\*: a loss of 10 % would be detected in (.*)\.$", screen(given, lambda info: 0), re.M
+    )
     return "".join(lines)
 
 
@@ -141,7 +143,7 @@ def test_a_page_names_its_weakest_ratio_and_says_what_most_runs_would_show():
             == ("new", "ttft_p50_ms", "concurrency=8") else row for row in given.rows]  # fmt: skip
     where = "chunked prefill, 512 tokens a step, time to first token, concurrency 8"
     # Standard error: log(1.1) sqrt(2.5 / 5) = 0.0674: 0.0953 / 0.0674 - 2.776 = -1.362, 0.0674 (2.776 + 0.842) = 0.244
-    shown = f"8 % of such runs of one process, 28 % worse by 80 % ({where}); in the other 2 ratios by 100 %"
+    shown = f"8 % of such runs of one process, one of 28 % in 80 % ({where}); of the other 2 ratios in 100 %"
     assert power_of(replace(given, rows=tuple(wild))) == shown
 
 
@@ -151,7 +153,7 @@ def test_a_page_says_no_more_of_power_than_its_pairs_do():
     assert "of one process" not in power_of(a_run(several, ones))
     assert (
         power_of(a_run(one, ones))
-        == "less than 1 % of such runs of one process (on, time to first token, concurrency 8)"
+        == "less than 1 % of such runs of one process (demo, time to first token, concurrency 8)"
     )
     assert power_of(a_run(ones, ones)).startswith("100 % of such runs (")
     alike = {(0, 0): 1.0, (0, 1): 1.0}
@@ -167,4 +169,4 @@ def test_a_page_says_no_more_of_power_than_its_pairs_do():
 def test_the_html_page_states_it_too():
     given = result(plots=())
     html = document({"demo": screen(given, lambda info: 0)}, {})
-    assert f"<strong>Power</strong>: 10 % worse would be shown by {power_of(given)}." in html
+    assert f"<strong>Power</strong>: a loss of 10 % would be detected in {power_of(given)}." in html

@@ -181,7 +181,24 @@ def test_a_claim_on_an_absolute_figure_or_on_another_point():
     text = sentence(result(claims=(absolute,)))
     assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms, target 90\.$", text)
     text = sentence(result(claims=(growth,)))
-    assert re.match(r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \(", text)
+    assert re.match(
+        r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \([^;]*\)\.$", text
+    )
+    once = sentence(result(claims=(growth,), repeats=1))
+    assert once.endswith("; one valid repeat; at most 4x: not shown).")
+    missed = sentence(result(claims=(replace(growth, value=2.0),)))
+    assert missed.endswith("; at most 2x: missed).")
+    wide = sentence(result(claims=(replace(growth, value=3.5),), noise=0.1))
+    assert re.search(r"3\.\d+x \[\d\.\d+, \d\.\d+\] that at concurrency 1 \(.*; at most 3\.50x: not shown\)\.$", wide)
+
+
+def test_what_shows_no_difference_may_miss_its_bound_all_the_same():
+    absolute = Claim("itl_p99_ms", "new", "concurrency=8", Bound.at_most, 90)
+    text = sentence(result(claims=(absolute,)))
+    assert re.search(r": no difference shown in P99 ITL \(\S+ \[.*\]; at most 90 ms: missed\)\.$", text)
+    two = result(repeats=2, noise=0.2, claims=(replace(absolute, value=900),))
+    text = sentence(two)
+    assert re.search(r": no difference shown by two values in P99 ITL \([\d.]+x and [\d.]+x", text)
 
 
 def test_a_peer_is_known_by_its_name_where_no_config_has_variants():
@@ -299,12 +316,13 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     kinds = {name: {"kind": "vllm"} if name.startswith("vllm") else {} for name in variants}
     given = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=1e-9)
     (line, *_) = pages._beside_others(given)
-    beside = r"{} [\d,]+, {}x as good as {} \([\d,]+\)"
-    new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", "vLLM")
-    base = beside.format("whole prompts", r"1\.50", "vLLM, too")
+    beside = r"{} [\d,]+, {}x{} as good as {} \([\d,]+\)"
+    interval = r" \[[\d.]+, [\d.]+\]"
+    new = beside.format("chunked prefill, 512 tokens a step", r"3\.3\d", interval, "vLLM")
+    base = beside.format("whole prompts", r"1\.50", interval, "vLLM, too")
     assert re.search(f"concurrency 8: {new}; {base}\\.$", line)
     two = result(variants=variants, config={"experiment": {"variants": kinds}}, gates=[], noise=0.2, repeats=2)
-    assert re.search(r"4\.\d+x \[[\d.]+, [\d.]+\] as good as vLLM", pages._beside_others(two)[0]), "as two passes tell"
+    assert re.search(r" [\d.]+x and [\d.]+x as good as vLLM \(", pages._beside_others(two)[0]), "as two passes tell"
 
 
 # Tables
@@ -315,7 +333,7 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
     [
         ([46.0, 374.0], 1, "46x and 374x"),  # t with one degree of freedom: from 0.0002 to 87 million
         ([374.0, 46.0], 2, "46x and 374x"),
-        ([1.0, 1.1], 1, "1.05x [0.572, 1.92]"),  # not ten times its lower end
+        ([1.0, 1.05], 1, "1.02x [0.752, 1.40]"),  # not twice its lower end
         ([0.0, 1.0], 1, "0x and 1x"),
         ([46.0, 374.0, 110.0], 1, "110x [9.05, 1,691]"),
         ([5.0, 5.0], 2, "5x [5, 5]"),
@@ -324,7 +342,7 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
 )
 def test_two_values_stand_for_an_interval_that_says_less(values, processes, told):
     turns = [(0, n) if processes == 1 else (n, 0) for n in range(len(values))]
-    assert wording.in_table(stats.absolute(dict(zip(turns, values, strict=True))), "x") == told
+    assert wording.interval(stats.absolute(dict(zip(turns, values, strict=True))), "x") == told
 
 
 def test_two_variants_stand_side_by_side():
@@ -695,6 +713,19 @@ def test_the_index_warns_of_failed_gates(tmp_path):
 # Rebuilding
 
 
+def test_the_index_says_what_came_of_the_gpu_tests_and_leads_there(tmp_path):
+    reports = built(tmp_path, result(**PLAIN))
+    assert "gpu_tests" not in (reports / "README.md").read_text()
+    (reports / "gpu_tests.md").write_text("# Tests on the GPU\n\n8 passed, **1 failed**; 2026-11-29.\n\nA GPU.\n")
+    report.rebuild(tmp_path / "results", reports)
+    said = "[Tests on GPUs](gpu_tests.md): 8 passed, **1 failed**; 2026-11-29."
+    assert said in (reports / "README.md").read_text().splitlines()
+    html = (reports / "index.html").read_text()
+    assert '<a href="#gpu_tests">Tests on GPUs</a>: 8 passed, <strong>1 failed</strong>' in html
+    assert '<section id="gpu_tests">' in html
+    assert (reports / "gpu_tests.md").exists()
+
+
 def test_rebuilding_changes_no_byte_nor_does_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr(frame, "new", NEW)
     steps = engine_steps("base", 30) + engine_steps("new", 600)
@@ -806,7 +837,8 @@ def test_an_old_result_is_told_in_todays_words():
     )
     assert in_todays_words(result(notes=notes)).info.notes == (
         "Other GPUs of this machine, 1 at most, computed for somebody else when passes ended.",
-        "In 2 passes steps look too short, since an end before them was read late: up to 4 % of a pass's.",
+        "In 2 passes the host read the end of some steps late, so that the steps after them look shorter than they "
+        "were: up to 4 % of a pass's steps.",
     )
     old = {"mbu": Metric("memory bandwidth utilization", "", Better.higher)}
     notes = (

@@ -126,8 +126,10 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     return bound, value, None
 
 
-def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: bool = False) -> Judgement:
-    """`share`: the metric lies between 0 and 1."""
+def judge(
+    claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: bool = False, of_several: bool = False
+) -> Judgement:
+    """`share`: the metric lies between 0 and 1. `of_several`: a result is made of several processes."""
     inconclusive = partial(Judgement, claim, Verdict.inconclusive)
     cells = (claim.variant, claim.point), (str(claim.reference_variant), str(claim.reference_point))
     for gate in (gate for gate in gates if not gate.passed):
@@ -150,6 +152,8 @@ def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: 
         return inconclusive(None, (absent or ["no valid measurement"])[0])
     if found.low is None or found.high is None:
         return inconclusive(found, "one repeat has no interval")
+    if of_several and found.processes == 1 and not claim.bound.is_ratio:
+        return inconclusive(found, "one process does not tell what varies between processes")
     least, most = claim.limits
     if found.high < least or found.low > most:
         return Judgement(claim, Verdict.refuted, found)

@@ -13,7 +13,6 @@ from experiments.lab.store.result import OF_PROCESSES, Result
 from experiments.lab.store.rows import Turn
 from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
 
-PROCESSES = 3  # that a result is made of
 STEADY_S = 60  # in which an open loop's requests arrive on a GPU
 NEAR = 0.005  # 1, of a ratio that three digits round to it
 SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
@@ -48,8 +47,8 @@ def log_ratios(result: Result, variant: str, metric: str) -> dict[Turn, list[flo
     return logs
 
 
-def severalfold(result: Result) -> list[str]:
-    """Of each variant the worst disagreement between the repeats of a process, in words; the worst of all first."""
+def severalfold(result: Result) -> dict[str, str]:
+    """By a variant's label the worst disagreement between repeats of one process, in words; the worst of all first."""
     info, table = result.info, result.table
     worst: dict[str, tuple[float, str]] = {}
     left_out = (*TAILS, "floor")  # which is computed from what a step had to do, and was not measured
@@ -61,7 +60,7 @@ def severalfold(result: Result) -> list[str]:
                 metric, where = info.metrics[name], f"{label}{wording.at(point)}"
                 text = f"{where}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
                 worst[variant] = high / low, text
-    return [text for _, text in sorted(worst.values(), reverse=True)]
+    return {info.variants[v]: worst[v][1] for v in sorted(worst, key=worst.__getitem__, reverse=True)}
 
 
 def short_passes(result: Result) -> str:
@@ -96,18 +95,16 @@ def of(result: Result) -> list[str]:
         if min(abs(found.low - 1), abs(found.high - 1)) < NEAR:  # else an end that is not 1 would read 1.00
             ratio = f"{found.median:.4f} [{found.low:.4f}, {found.high:.4f}]"
         told.append(f"the baseline differs from itself: A/A ratio {ratio}")
-    apart = severalfold(result)
-    more = len(apart) - 1
-    others = f", and {more} variant{'s' if more > 1 else ''} more" if more > 0 else ""
-    told += [f"repeats differ severalfold ({apart[0]}{others})"] if apart else []
+    if apart := severalfold(result):
+        (label, worst), *more = apart.items()
+        whose = f"{len(apart)} variants" if more else label.partition(" (")[0]
+        told.append(f"repeats of {whose} differ severalfold ({'the most: ' if more else ''}{worst})")
     if found is None and info.baseline is not None and info.on_gpu:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
     compared = set(info.variants) - {info.aa, info.baseline}
     if info.on_gpu and info.baseline is not None and compared and not info.every_gate:
         told.append("no gates (nothing says that variants compute the same)")
-    asked, count = info.config.get("measure", {}).get("processes", PROCESSES), len(info.processes) or 1
-    by_nature = asked < PROCESSES and "measure.processes" not in info.changed  # the experiment asks for fewer itself
-    counted = OF_PROCESSES in info.status  # by a run that was cut off
-    if count < PROCESSES and not (by_nature or counted or info.is_simulated):
-        told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {PROCESSES})")
+    count = len(info.processes) or 1
+    if count < info.processes_due and OF_PROCESSES not in info.status:  # which says how many
+        told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {info.processes_due})")
     return [*told, *filter(None, [short_passes(result)])]

@@ -21,7 +21,7 @@ from experiments.lab.store.rows import Turn
 
 JOINED = "+"
 # What the interval of an interaction shows.
-TOLD = {1: "more than the product", -1: "less than the product", 0: "not told from the product"}
+TOLD = {1: "more than the product", -1: "less than the product", 0: "no difference shown"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ def sentence(result: Result) -> str:
             each = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
             told.append(f"{len(own)} bring{'s' * (len(own) == 1)} {TOLD[way]} ({each})")
     if alike := sum(pair.interaction.told == 0 for pair in pairs) - len(once):
-        told.append(f"{alike} cannot be told from it")
+        told.append(f"{alike} show{'s' * (alike == 1)} no difference from it")
     told += [f"{len(once)} {'has' if len(once) == 1 else 'have'} one valid repeat"] if once else []
+    told += ["of pairs whose gains multiply 1 in 20 would differ by chance"] * any(p.interaction.told for p in pairs)
     metric = result.info.metrics[names[0]].label
     return f"Of {len(pairs)} pairs, beside the product of their gains in {metric}: {'; '.join(told)}."
 

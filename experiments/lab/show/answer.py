@@ -19,7 +19,6 @@ PARTS, MOST = 3, 4  # of a sentence: two that matter, and what it costs; with wh
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
-WIDE = 2.0  # times its lower end an interval reaches: then the ratio alone would say more than is known
 
 
 def sentence(result: Result) -> str:
@@ -80,29 +79,31 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
     share = wording.is_share(effect.metric, info)
     if effect.own is None:
         return f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
-    if effect.at_another_point and effect.reference is not None:
-        times = f"{wording.number(ratio.median)}x " if ratio else ""
-        return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
+    alone = ratio or effect.own
+    why = "" if alone.low is not None else "one valid repeat" if alone.n == 1 else "one process, all repeats alike"
     asked = f"{effect.open}: not shown" if effect.open else f"{effect.missed}: missed" if effect.missed else ""
     asked = asked if _own_target(effect) is None else asked.rpartition(": ")[2]
+    bounded = effect.open and effect.is_absolute
+    by_one = bool(bounded) and effect.own.processes == 1 < info.processes_due
+    asked += " by one process" if by_one and not why else ""
+    # The interval that a bound was held against, of the value itself or of the ratio.
+    own = wording.ends(effect.own) if asked and not by_one and (ratio is None or bounded) else ""
+    doubts = [*filter(None, (own, why, asked))]
+    unsure = ratio is not None and (bool(effect.open and not bounded) or ratio.spans(wording.WIDE))
+    times = (wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x") if ratio else ""
+    if effect.at_another_point and effect.reference is not None:
+        times = f"{times} that at {wording.point(effect.reference[1])}".lstrip()
+        return f"{short} {times} ({'; '.join([told, *doubts])})"
     if ratio is None or ratio.low is None:
-        alone = ratio or effect.own
-        why = "one valid repeat" if alone.n == 1 else "one process, all repeats alike" if alone.low is None else ""
-        times = (f"{wording.number(ratio.median)}x" if ratio.median != 1 else "") if ratio else ""
-        times = wording.ends(effect.own) if ratio is None and asked else times
-        about = "; ".join(filter(None, (times, why, asked)))
+        about = "; ".join([times, *doubts] if ratio and ratio.median != 1 else doubts)
         return f"{short} {told}" + (f" ({about})" if about else "")
     if effect.told == 0:
         gain = effect.gain
         loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
-        return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
-    # The interval that a bound was held against, of the value itself or of the ratio.
-    own = f"{wording.ends(effect.own)}; " if effect.open and effect.is_absolute else ""
-    doubts = [f"{own}{asked}"] if asked else []
-    unsure = bool(effect.open and not own) or ratio.spans(WIDE)
-    times = wording.interval(ratio, "x") if unsure else f"{wording.number(ratio.median)}x"
+        about = "; ".join([wording.interval(ratio, "x"), *doubts])
+        return f"no difference shown{wording.by_two(ratio)} in {short} ({about})"
     if effect.better is Better.higher and not share:
         short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
     elif unsure:
@@ -162,6 +163,12 @@ def told_once(found: list[effects.Effect], info: RunInfo) -> list[str]:
         parts.append(": ".join(part for part in (head, at if here != before else "", in_words(effect, info)) if part))
         before = here
     return parts
+
+
+def called(variant: str, info: RunInfo) -> str:
+    """Its label; where that is no more than `with`, what the experiment is of."""
+    label = info.variants[variant]
+    return info.experiment.replace("_", " ") if label in ON else label
 
 
 def _who(effect: effects.Effect, info: RunInfo) -> str:

@@ -16,7 +16,7 @@ from experiments.lab.store.rows import Row
 
 NAMES_SHOWN = 12  # of preempted requests
 FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
-RATIO = "A ratio is taken repeat by repeat; their median, taken as a value's is, need not be the quotient of those beside it."
+RATIO = "A ratio is taken repeat by repeat, and the median as that of values; it need not be the quotient of these."
 PREDICTED = "A prediction's ratio is to the baseline's prediction."
 TOKENS = """\
 Before a variant's speed counts, what it answers under load is compared with what each request gets alone (*gate: alone*

@@ -57,7 +57,8 @@ class Effect:
             found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n, own.processes)
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
-        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n, found.processes)
+        both = () if 0 in found.both else tuple(1 / value for value in reversed(found.both))
+        return replace(found, median=1 / found.median, low=_over(1, found.high), high=_over(1, found.low), both=both)
 
     @property
     def ticks(self) -> tuple[float | None, float | None]:

@@ -165,7 +165,7 @@ class Sheet:
         found = self.result.estimate(variant, point, metric)
         if found is None:
             return self._lacking.get((variant, point, metric), wording.NOTHING)
-        return wording.in_table(found) + (f" (n={found.n})" if found.n != self._turns else "")
+        return wording.interval(found) + (f" (n={found.n})" if found.n != self._turns else "")
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         """Of a prediction to the baseline's: what it promises."""
@@ -175,7 +175,7 @@ class Sheet:
         if variant == baseline:
             return "1" if self.result.values(variant, point, metric) else wording.NOTHING
         found = self.result.ratio((variant, point), (baseline, point), metric)
-        return wording.NOTHING if found is None else wording.in_table(found, "x")
+        return wording.NOTHING if found is None else wording.interval(found, "x")
 
     def error(self, variant: str, point: str, _: str = "") -> str:
         gates = (gate for gate in self.info.error_gates if gate.covers(variant, point))

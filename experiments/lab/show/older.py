@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result
+from experiments.lab.store.rows import LATE
 
 LABELS = {  # of metrics
     "share of a decode step that the GPU waits for the next":
@@ -22,6 +23,9 @@ _TEXTS = (  # in notes, limits and targets
     (r"Up to (\d+) other GPUs of this machine computed for somebody else meanwhile",
      r"Other GPUs of this machine, \1 at most, computed for somebody else when passes ended"),
     *((rf"(?<=[:;] ){label}(?=[:;]| is left out)", now) for label, now in LABELS.items()),
+    (r"\bIn (\d+(?: of \d+)?) passes steps look too short, since .*: up to ([\d.]+) % of a pass's\.",
+     LATE.format(r"\1", r"\2")),
+    ("beside a GPU that counts against a pass from", "where a GPU computes, a pass is INVALID only from"),
     ("^GPU idle between decode steps at", "GPU idle between decode steps, under the profiler, at"),
     ("; at 7B the same gap is a tenth of that share", ""),  # nobody has measured it
 )  # fmt: skip
@@ -51,6 +55,5 @@ def _notes(notes: Iterable[str]) -> list[str]:
     told = [_told(note) for note in notes if note not in late]
     if late:
         most = wording.number(max(100 * int(found[1]) / int(found[2]) for found in late.values()))
-        told.append(f"In {len(late)} passes steps look too short, since an end before them was read late: up to "
-                    f"{most} % of a pass's.")  # fmt: skip
+        told.append(LATE.format(len(late), most))
     return told

@@ -74,17 +74,17 @@ def screen(result: Result, since: Since) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def moved(info: RunInfo, since: Since) -> str:
-    """How far the code has gone on, and whether other claims are made by now."""
+def moved(info: RunInfo, since: Since) -> list[str]:
+    """How far the code has gone on, and whether other claims are made by now; empty where all is as it was."""
     count = since(info)
-    commits = f"{count} commit{'s' if count != 1 else ''} since" if count else "as measured"
-    parts = ["no git history here" if count is None else commits]
+    parts = [f"{count} commit{'s' if count != 1 else ''} since"] if count else []
     parts += ["measured with uncommitted changes"] if info.provenance.clean is False else []
-    return ", ".join(parts + ([ASKED_DIFFERENTLY] if asked_differently(info) else []))
+    return parts + ([ASKED_DIFFERENTLY] if asked_differently(info) else [])
 
 
 def _strip(result: Result, since: Since) -> str:
     info, again, faults = result.info, marks.again(result), len(result.faults)
+    code = {None: ["no git history here"], 0: ["as measured"]}.get(since(info), [])
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
@@ -95,7 +95,7 @@ def _strip(result: Result, since: Since) -> str:
         "INVALID": f"**{faults:,} of {len(result.rows):,}**" if faults else "none",
         "claims": _verdicts(result) or "none",
         "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
-        "code": moved(info, since),
+        "code": ", ".join([*code, *moved(info, since)]),
     }
     return wording.table(tuple(facts), [tuple(facts.values())])
 
@@ -126,18 +126,18 @@ def _power(result: Result) -> list[str]:
         found += [(power, effect)] if power and not alike else []
     if not found:
         return []
-    found.sort(key=lambda each: (each[1].told != 0, each[0].share))  # of what shows no difference first
+    found.sort(key=lambda each: each[0].share)
     least, *more = (f"{100 * power.share // 1:.0f} %" if power.share >= 0.01 else "less than 1 %" for power, _ in found)
     power, effect = found[0]
     (variant, point), one = effect.cell, effect.ratio is not None and effect.ratio.processes == 1
-    told = f"{100 * WORSE:.0f} % worse would be shown by {least} of such runs{' of one process' if one else ''}"
+    told = f"a loss of {100 * WORSE:.0f} % would be detected in {least} of such runs{' of one process' if one else ''}"
     if power.share < stats.OFTEN and 1 / FAR < power.often < FAR:
-        told += f", {math.ceil(100 * abs(power.often - 1))} % worse by {100 * stats.OFTEN:.0f} %"
-    where = info.variants[variant], wording.short(effect.metric, info), wording.point(point)
+        told += f", one of {math.ceil(100 * abs(power.often - 1))} % in {100 * stats.OFTEN:.0f} %"
+    where = answer.called(variant, info), wording.short(effect.metric, info), wording.point(point)
     told += f" ({', '.join(filter(None, where))})"
     if more:
         which = f"the other {len(more)} ratios" if len(more) > 1 else "the other ratio"
-        told += f"; in {which} by {' to '.join(dict.fromkeys((more[0], more[-1])))}"
+        told += f"; of {which} in {' to '.join(dict.fromkeys((more[0], more[-1])))}"
     return [f"**Power**: {told}."]
 
 
@@ -156,13 +156,13 @@ def _beside_others(result: Result) -> list[str]:
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
                 gain = wording.interval(pair.gain, "x")
-                times = gain if pair.gain.spans(answer.WIDE) else f"{wording.number(pair.gain.median)}x"
-                text = f"{times} as good as {_named(info, peer)} ({theirs})"
+                text = f"{gain} as good as {_named(info, peer)} ({theirs})"
                 if pair.gain.low is None:
                     text = f"{text.removesuffix(')')}; no interval)"
                 elif not pair.told:
-                    text = f"not told apart from {_named(info, peer)} ({theirs}; {gain} as good)"
-                compared.setdefault(f"{info.variants[own]} {ours}", []).append((pair.gain.median, text))
+                    told_by = wording.by_two(pair.gain)
+                    text = f"not told apart{told_by} from {_named(info, peer)} ({theirs}; {gain} as good)"
+                compared.setdefault(f"{answer.called(own, info)} {ours}", []).append((pair.gain.median, text))
         if compared:  # the best peer first
             every = ([own, *(text for _, text in sorted(theirs))] for own, theirs in compared.items())
             said = "; ".join(map(", ".join, every))
@@ -178,10 +178,10 @@ def _of_the_limit(result: Result) -> list[str]:
     for cell in [effect.cell for effect in effects.of_claims(result)] or info.cells:
         found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
-        where = ", ".join(filter(None, (info.variants[cell[0]], wording.point(cell[1]))))
+        where = ", ".join(filter(None, (answer.called(cell[0], info), wording.point(cell[1]))))
         if floor and step:
-            text = f"of the {wording.number(step)} ms of a step the hardware needs at least {wording.number(floor)}"
-            return [f"**Limit**: {text}: {wording.share(min(1.0, floor / step))} ({where})."]
+            needs = f"the hardware needs at least {wording.number(floor)} of the {wording.number(step)} ms of a step"
+            return [f"**Limit**: {needs} ({wording.share(min(1.0, floor / step))}; {where})."]
         if any(used):
             most, what = max(zip(used, ("memory bandwidth", "computing power"), strict=True), key=itemgetter(0))
             return [f"**Limit**: {wording.share(min(1.0, most))} of the {what} is used ({where})."]
@@ -203,12 +203,13 @@ ABOUT = """\
 What each mechanism was worth, by what it was measured on: *kernels* are calls on one GPU without a model, *small* and
 *7B* models on one, *served* is over HTTP; *with* names a run of settings of its own. A figure is of the first claim of
 its page, beside the baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them
-again. *Commits since* have touched the code that the page names, or its question, since it was measured; *asked
-differently since* says that the experiment makes other claims today. `python run.py stale` lists what is due.\
+again. *Commits since* have touched the code that the page names, or its question, since it was measured; where *its
+claims have changed since*, the experiment makes others today. `python run.py stale` lists what is due.\
 """
 
 
-def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
+def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since, tests: str = "") -> str:
+    """`tests`: in a line, what came of those that are no experiment."""
     cells: dict[str, dict[str, list[str]]] = {}
     others = []
     inside = in_matrix(results)
@@ -223,6 +224,7 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
         MARK,
         "# Reports",
         ABOUT,
+        *filter(None, [tests]),
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
@@ -238,10 +240,10 @@ def in_matrix(results: Sequence[Result]) -> list[RunInfo]:
             or not (info.is_simulated or (info.experiment, column(info)) in filled)]  # fmt: skip
 
 
-def readme_with(text: str, results: Sequence[Result]) -> str:
+def readme_with(text: str, results: Sequence[Result], since: Since) -> str:
     """A README whose table between the markers is made from the results; without them, as it was."""
     between = f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})"
-    return re.sub(between, lambda _: f"\n{_readme_table(results)}\n", text, count=1)
+    return re.sub(between, lambda _: f"\n{_readme_table(results, since)}\n", text, count=1)
 
 
 def column(info: RunInfo) -> str:
@@ -258,7 +260,7 @@ def _is_served(info: RunInfo) -> bool:
     return info.via != IN_PROCESS or "served" in effects.variant_kinds(info).values()
 
 
-def _readme_table(results: Sequence[Result]) -> str:
+def _readme_table(results: Sequence[Result], since: Since) -> str:
     """What was measured on a GPU, each mechanism once: in the first of these columns that it was measured in, and there
     with the largest model."""
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
@@ -270,8 +272,11 @@ def _readme_table(results: Sequence[Result]) -> str:
         result = sorted(runs, key=rank)[-1]
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
-        told, measured = f"{sentence(result)} {mark}".rstrip(), f"{info.measured}, {info.hardware}"
-        lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), measured))
+        told, age = (
+            f"{sentence(result)} {mark}".rstrip(),
+            ", ".join([info.measured, info.hardware, *moved(info, since)]),
+        )
+        lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), age))
     return wording.table(("", "found", "claims", "measured"), lines)
 
 
@@ -294,8 +299,7 @@ def _cell(result: Result, since: Since) -> str:
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
     parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
     told = [f"claims: {verdicts}"] if (verdicts := _verdicts(result)) else []
-    told += [moved(info, since)] if since(info) or asked_differently(info) else []
-    parts += [", ".join(told), *badges(result)]
+    parts += [", ".join([*told, *moved(info, since)]), *badges(result)]
     return "<br>".join(filter(None, parts))
 
 
@@ -304,7 +308,8 @@ def _effect(result: Result) -> str:
     found = effects.of_claims(result)
     if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
         told = sum(pair.interaction.told != 0 for pair in measured)
-        return f"{told or 'none'} of {len(measured)} pairs told from the product of their gains"
+        differ = f"{told or 'none'} of {len(measured)} pairs differ{'s' * (told == 1)} from the product of their gains"
+        return differ + " (of pairs whose gains multiply 1 in 20 would)" * (told > 0)
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"
     if found and effects.is_prediction(found[0], result.info) and (misses := grids.misses_in_words(result)):

@@ -19,6 +19,7 @@ from experiments.lab.store.runs import Since, commits_since
 
 INDEX = "README.md"
 HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
+TESTS = "gpu_tests.md"  # which experiments/gpu_tests.py writes
 SCREEN_ROWS = 24  # of tables on a terminal
 
 
@@ -59,7 +60,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
             text = re.sub(r"\]\(\.\./(?!results/)", "](../../", text)
         texts[page] = text
         store.write_atomic({reports / f"{page}.md": text})
-    contents = index_page(found, damaged, known)
+    tests = {path.stem: path.read_text(encoding="utf-8") for path in [reports / TESTS] if path.is_file()}
+    came = "".join(f"[Tests on GPUs]({TESTS}): {text.splitlines()[2]}" for text in tests.values())
+    contents = index_page(found, damaged, known, came)
     store.write_atomic({index: contents})
     # A page whose results cannot be read is known, too: which scale is the default one only the file itself would say.
     pages_of = {path: (path.parts[0], ".".join(path.parts[:2])) for path in damaged}
@@ -69,11 +72,12 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
             if path != index and path.stem not in pages and path.read_bytes().startswith(MARK.encode()):
                 path.unlink()
         stale |= {frame.made_for(path) for path in figures.glob("*.png")} - {None, *pages}
-        store.write_atomic({reports / HTML: document({index.stem: contents, **texts}, drawn)})
+        store.write_atomic({reports / HTML: document({index.stem: contents, **texts, **tests}, drawn)})
     for path in figures.glob("*.png"):
         if path.name not in drawn and frame.made_for(path) in stale:
             path.unlink()
-    if readme.is_file() and (before := readme.read_text(encoding="utf-8")) != (made := readme_with(before, found)):
+    before = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if (made := readme_with(before, found, known)) != before:
         store.write_atomic({readme: made})
     errors = [str(error) for path, error in damaged.items() if only is None or only in pages_of[path]]
     if errors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from experiments.lab import points
@@ -67,7 +68,7 @@ _COUNTED = {  # settings: one, many
     "tokens": ("token", "tokens"),
     **{f"{of}_tokens": (f"{of} token", f"{of} tokens") for of in ("prompt", "prefix", "suffix")},
 }
-WIDE = 10.0  # times its lower end an interval of two values reaches: then a table has the two
+WIDE = 2.0  # times its lower end an interval reaches: then the median alone would say more than is known
 RANKED = ", best first: "  # begins what a process ranks in a note
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
@@ -154,23 +155,24 @@ def number(value: float) -> str:
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
     """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched. Repeats of one process that
-    are all the same, as a simulator's are, have no interval."""
-    return f"{estimate.beyond}{number(estimate.median)}{suffix} {ends(estimate)}".rstrip()
+    are all the same, as a simulator's are, have no interval; two values whose interval is wide stand for themselves."""
+    middle = "" if by_two(estimate) else f"{estimate.beyond}{number(estimate.median)}{suffix} "
+    return f"{middle}{ends(estimate, suffix)}".rstrip()
 
 
-def ends(estimate: Estimate) -> str:
-    """`[1.48, 1.60]`; nothing without an interval."""
+def ends(estimate: Estimate, suffix: str = "") -> str:
+    """`[1.48, 1.60]`; `46.8 and 372` of two values whose interval is wide by chance; nothing without an interval."""
+    if by_two(estimate):
+        return " and ".join(f"{number(value)}{suffix}" for value in estimate.both)
     alike = estimate.processes == 1 and estimate.low == estimate.high
     if estimate.low is None or estimate.high is None or alike:
         return ""
     return f"[{number(estimate.low)}, {number(estimate.high)}]"
 
 
-def in_table(estimate: Estimate, suffix: str = "") -> str:
-    """As `interval`; `46.8 and 372` of two values whose interval spans more than a power of ten."""
-    if estimate.both and estimate.spans(WIDE):
-        return " and ".join(f"{number(value)}{suffix}" for value in estimate.both)
-    return interval(estimate, suffix)
+def by_two(estimate: Estimate) -> str:
+    """What a verdict says of its ground, where two values stand for their interval."""
+    return " by two values" if estimate.both and estimate.spans(WIDE) else ""
 
 
 def share(value: float) -> str:
@@ -266,7 +268,8 @@ def of_claim(judged: Judgement, info: RunInfo) -> Line:
     elif claim.bound.is_ratio:
         text += f" that at {claim.reference_point}"
     text += "" if claim.aim is None else f" (aim {number(claim.aim)}{times})"
-    measured = NOTHING if found is None else interval(found, times) + ("" if times else unit)
+    judged_by = found and replace(found, both=())  # the interval, however wide
+    measured = interval(judged_by, times) + ("" if times else unit) if judged_by else NOTHING
     return Line(text, judged.verdict.value, measured, claim.source, judged.reason)
 
 

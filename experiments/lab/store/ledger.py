@@ -13,7 +13,7 @@ from experiments.lab.judge.metrics import Context
 from experiments.lab.measure import cells, traces
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.store.rows import ABSENT, Row
+from experiments.lab.store.rows import ABSENT, LATE, Row
 
 Key = tuple[str, str]  # variant, point
 
@@ -77,12 +77,11 @@ class Ledger:
         notes = [note for found in self.rounds for note in found.notes]
         if many := [drift for drift in self._host_drifts if drift > MAX_DRIFT]:
             drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
-            counts = f"beside a GPU that counts against a pass from {100 * HOST_BESIDE_GPU:.0f} % on"
+            counts = f"where a GPU computes, a pass is INVALID only from {100 * HOST_BESIDE_GPU:.0f} % on"
             passes = f"{len(many)} of {len(self._host_drifts)} passes"
             notes.append(f"The host's speed changed by {drifts} % during {passes}; {counts}.")
         if late := [share for share in self._late_readings if share]:
-            why = f"since an end before them was read late: up to {100 * max(late):.2g} % of a pass's"
-            notes.append(f"In {len(late)} of {len(self._late_readings)} passes steps look too short, {why}.")
+            notes.append(LATE.format(f"{len(late)} of {len(self._late_readings)}", f"{100 * max(late):.2g}"))
         return list(dict.fromkeys(notes))
 
     def tokens(self, key: Key) -> Tokens | None:

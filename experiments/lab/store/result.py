@@ -38,6 +38,7 @@ from mini_infer.core.errors import MiniInferError
 FORMAT = 2
 EVERY_RUN = "*/*/*/*.json"  # below the folder of results
 COMPLETE = "complete"
+PROCESSES = 3  # that a result is made of
 OF_PROCESSES = "processes are complete"  # ends the status of a run of several that was cut off
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 SIMULATED = "simulated-"  # begins the hardware of a run that ran on none
@@ -136,6 +137,12 @@ class RunInfo:
         return "gpu" in self.provenance.device and not self.is_simulated
 
     @property
+    def processes_due(self) -> int:
+        """Of which a result is made: fewer where the experiment asks for fewer itself, or nothing differs in them."""
+        asked = self.config.get("measure", {}).get("processes", PROCESSES)
+        return 1 if self.is_simulated else PROCESSES if "measure.processes" in self.changed else min(asked, PROCESSES)
+
+    @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
         return (*self.gates, *self.error_gates)
 
@@ -188,8 +195,8 @@ class Result:
 
     @cached_property
     def judgements(self) -> tuple[Judgement, ...]:
-        info = self.info
-        return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
+        info, several = self.info, self.info.processes_due > 1
+        return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share, several) for c in info.claims)
 
     @cached_property
     def faults(self) -> tuple[Row, ...]:

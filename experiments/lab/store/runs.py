@@ -62,7 +62,7 @@ def published(path: Path, revision: str, folder: Path) -> Path:
 
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
-ASKED_DIFFERENTLY = "asked differently since"
+ASKED_DIFFERENTLY = "its claims have changed since"
 
 
 def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
