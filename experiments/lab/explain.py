@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, ValidationError
 from omegaconf.errors import OmegaConfBaseException as OmegaConfError
 
+from experiments.lab import points
 from mini_infer.assets import SHIPPED
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, MiniInferError
+
+ENGINE_KEYS = tuple(points.flat(asdict(EngineConfig())))
+# As the engine names them, which knows nothing of run.py: not behind --, `engine.`, or the name of a variant.
+_NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(k if '.' in k else f'{k}(?==)' for k in ENGINE_KEYS)})\b")
 
 
 def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
     """The message for a person, or None where the error is no mistake in the input. `groups` are the config groups
     that may stand on a command line beside the keys."""
     if isinstance(error, MiniInferError):
-        return str(error)
+        return _NAMED.sub(r"engine.\g<0>", str(error))
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [option for option in error.options if not option.startswith("_")]  # which others build on
         options += SHIPPED if group == "model" else ()
+        if group == "hardware" and (one := re.sub(r"x\d+$", "", name)) in options:
+            return f"unknown option hardware={name}: say hardware={one}, and a run counts the GPUs that it uses itself"
         extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
         plugin = f". The launcher {name} is a plugin: pip install -e '.[{extra}]'" if extra else ""
         return f"unknown option {group}={name}{suggest(name, options)}{plugin if group == 'hydra/launcher' else ''}"
@@ -32,6 +42,10 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
     text, cause = str(error).strip(), error
     while (before := cause.__cause__ or cause.__context__) and not isinstance(cause, OmegaConfError):
         cause = before
+    found = re.match(r"Could not override '((\w+)[^']*)'", text)
+    if found and found[2] in EngineConfig.__dataclass_fields__:
+        close = difflib.get_close_matches(found[1], ENGINE_KEYS, n=1) or [found[2]]
+        return f"unknown setting {found[1]!r}; did you mean 'engine.{close[0]}'?"
     if isinstance(cause, OmegaConfError):
         origin = text.partition(":")[0] + ": " if text.startswith("In '") else ""
         return origin + describe(cause, groups)
@@ -71,9 +85,9 @@ def describe(error: OmegaConfError, groups: Sequence[str] = ()) -> str:
 
 
 def suggest(name: str, known: Iterable[str], where: str = "") -> str:
-    """`; did you mean 'x'? Known: ...`"""
+    """`; did you mean 'x'? Known: ...`, where x is never what was typed."""
     names = [str(k) for k in known]
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, [k for k in names if k != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known{where}: {', '.join(names) or '(nothing)'}"
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.ablation import Ablation
 from experiments.lab import axes, catalog, schema, typed
 from experiments.lab.execute import execute
-from experiments.lab.explain import explain
+from experiments.lab.explain import explain, suggest
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.workloads import WORKLOADS
 from mini_infer.core.config import EngineConfig, LoadFormat
@@ -146,6 +146,10 @@ MISTAKES = [
     ("experiment=null", "takes the name of one of its options"),
     ("tracker.kind=wnb", r"tracker.kind cannot be 'wnb'.* Known: none, wandb"),
     ("engine/prefix_cache=off", "Known: disabled, enabled"),
+    ("model.device=auto", r"unknown setting 'model.device'; did you mean 'engine.model.device'\?$"),
+    ("cache.blok_size=3", r"unknown setting 'cache.blok_size'; did you mean 'engine.cache.block_size'\?$"),
+    ("hardware=h200x2", r"hardware=h200x2: say hardware=h200, and a run counts the GPUs that it uses itself"),
+    ("hardware=h20x2", r"hardware=h20x2; did you mean 'h200'\? Known: cpu, h200"),
     ("hardware.ceilings.read_gb_s=1", r"'read_gb_s' is typed under a list, which is given as a whole"),
     ("engine/drafting=none", r"'engine/drafting'; .* Known: .*engine/prefix_cache"),
 ]
@@ -160,6 +164,37 @@ def test_a_mistake_on_the_command_line_is_explained(compose_config, override, me
     assert len(text.splitlines()) < 5
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(text)
+
+
+def test_nobody_is_told_to_type_what_was_typed():
+    assert suggest("model", ["model", "modes"]) == "; did you mean 'modes'? Known: model, modes"
+    assert suggest("model", ["model"]) == ". Known: model"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ENGINE.model.device=cuda needs a GPU. Set ENGINE.model.device=auto",
+        "ENGINE.numerics=batch_invariant, and 'ENGINE.cache.num_blocks'",
+        "experiment.variants.on.cache.block_size=3",
+        "mini-infer-serve --model.device auto",
+        "measure.seed=3 and engine/numerics=fast",
+        "/models/model.path, model.safetensors and these numerics",
+    ],
+)
+def test_an_error_of_the_engine_names_keys_as_run_py_knows_them(text):
+    for told in (text.replace("ENGINE.", ""), text.replace("ENGINE", "engine")):
+        assert explain(ConfigError(told)) == text.replace("ENGINE", "engine")
+
+
+def test_the_way_out_of_a_gpu_that_is_not_there_can_be_taken(run_py, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    asked = "experiment=prefix_cache", "hardware=h200"
+    assert run_py(*asked, "measure.processes=1") == 2
+    (way,) = re.findall(r"Set (\S+)$", capsys.readouterr().err.strip())
+    assert way == "engine.model.device=auto"
+    assert run_py("show", "prefix_cache", "hardware=h200", way) == 0
+    capsys.readouterr()
 
 
 MISTAKES_IN_YAML = [
@@ -177,7 +212,7 @@ MISTAKES_IN_YAML = [
     ),
     (
         {"variants": {"transformers": {"kind": "hf"}, "engine": {"cache": {"layout": "contiguous"}}}},
-        r"prefix_caching=true needs cache.layout=paged",
+        r"prefix_caching=true needs engine.cache.layout=paged",
     ),
     (
         {"claims": [{"metric": "ttft_ms", "variant": "engine", "at": {"workload.concurrency": 9}, "at_most": 1}]},
@@ -244,6 +279,7 @@ def test_help_lists_experiments_with_their_questions_and_all_groups(run_py, caps
     ("arguments", "time"),
     [
         (["prefix_cache", "scale=tiny"], r"about \d+ minutes on cpu: "),
+        (["measure"], r"about (\d+ minutes) on cpu: \1 for (\d+) passes and their searches on .*, and this has \2$"),
         (["latency", "scale=7b"], r"about \d+ minutes on h200: "),  # perhaps a result of before there were processes
         (["ceilings"], r"\d+ minutes on \w+, on "),
     ],
@@ -251,6 +287,20 @@ def test_help_lists_experiments_with_their_questions_and_all_groups(run_py, caps
 def test_show_says_how_long_a_run_takes(run_py, capsys, arguments, time):
     assert run_py("show", *arguments) == 0
     assert re.search(f"^time      {time}", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_half_of_the_passes_take_half_of_the_time(run_py, capsys):
+    def told(*typed):
+        assert run_py("show", "quickstart", *typed) == 0
+        return re.search(
+            r"^time +about (\d+) (s|minutes) on cpu: .* and this has (\d+)$", capsys.readouterr().out, re.MULTILINE
+        )
+
+    whole, half = told("measure.repeats=2"), told("measure.repeats=1")
+    seconds = [int(found[1]) * {"s": 1, "minutes": 60}[found[2]] for found in (whole, half)]
+    assert int(whole[3]) == 2 * int(half[3])
+    assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.25)
+    assert "1 minutes" not in (whole[0] + half[0])
 
 
 def test_show_names_what_an_experiment_that_is_no_ablation_measures(run_py, capsys):
