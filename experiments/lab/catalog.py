@@ -168,16 +168,18 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         if model.device is not Device.auto and (path.parent.name == "cpu") != (model.device is Device.cpu):
             continue  # what it took elsewhere says nothing
         info = store.read(path).info
-        took, then = info.provenance.seconds / 60, info.config["measure"]
-        arms = max(1, len(info.variants) - (info.aa is not None))
-        before = arms * len(info.points) * then["repeats"] * then.get("processes", 1)  # older ones: of one
-        when = f"on {info.measured}"
+        took, then = info.provenance.seconds, info.config["measure"]
         if not ablation:
-            lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
+            lines.append(f"time      {_time(took)} on {info.hardware}, on {info.measured}")
             continue
-        about = f"{took * passes / before:.0f} minutes on {info.hardware}"
-        passed = f"{took:.0f} minutes for {before} passes {when}"
-        lines.append(f"time      about {about}: {passed}, and this has {passes}")
+        arms = max(1, len(info.variants) - (info.aa is not None))
+        planned = [name for name in info.points if not name.startswith("search")]
+        before = arms * len(planned) * then["repeats"] * then.get("processes", 1)  # older ones: of one
+        searches = " and their searches" * (len(planned) < len(info.points))
+        passed = f"{_time(took)} for {before} passes{searches} on {info.measured}"
+        lines.append(
+            f"time      about {_time(took * passes / before)} on {info.hardware}: {passed}, and this has {passes}"
+        )
     return "\n".join(lines)
 
 
@@ -195,6 +197,10 @@ def _memory(engine: Any, engines: int) -> str:
         parts.append(f"weights of {size / 2**20:,.0f} MiB in their files")
     each = f", each of {engines} variants, side by side" if engines > 1 else ""
     return " and ".join(parts) + each
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def require_setting(word: str, conf: Path) -> None:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.lab import ablation_spec, axes, points, schema
 from experiments.lab.explain import require_known, suggest
 from experiments.lab.spec import RATE, settings_of
+from experiments.lab.workloads import WORKLOADS
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -67,6 +68,7 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     _keep_references(config, experiment)
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
+    notes += _fit_workload(config, experiment)
     _require_switched_on(config, typed)
     _require_read(config, typed, experiment)
     if (asked := config.measure.repeats) % 2 and asked > 1:
@@ -290,6 +292,22 @@ def _require_not_varied(config: DictConfig, typed: Sequence[Override], experimen
             for name, who in (by_variants if of_points else varied).items():
                 if points.within(key, [name]) or points.within(name, [key]):
                     raise ConfigError(f"{one.input_line}: {experiment} sets {name} itself, by {who}")
+
+
+def _fit_workload(config: DictConfig, experiment: str) -> list[str]:
+    """The rate that a workload's file has gives way to those of a search. Raises ConfigError where the workload lacks
+    what the experiment sets."""
+    spec, kind = schema.plain(config.experiment), getattr(OmegaConf.get_type(config, "workload"), "kind", None)
+    names = {key.partition(".")[2] for key in _varied(spec) if key.startswith("workload.")}
+    fit = [name for name, cls in WORKLOADS.items() if names <= {f.name for f in fields(cls)}]
+    if kind in WORKLOADS and fit and kind not in fit:
+        lacking = ", ".join(sorted(names - {f.name for f in fields(WORKLOADS[kind])}))
+        raise ConfigError(f"{experiment} sets {lacking} itself, and workload={kind} has none: take {', '.join(fit)}")
+    rate = config.workload.get("rate_per_s") if kind in WORKLOADS else None
+    if rate is None or (spec.get("search") or {}).get("low_per_s") is None:
+        return []
+    config.workload.rate_per_s = None
+    return [f"The arrivals that are measured, those of the search among them, stand in the place of {rate:g} a second."]
 
 
 def _varied(spec: Mapping[str, Any]) -> dict[str, str]:

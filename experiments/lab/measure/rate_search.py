@@ -14,14 +14,13 @@ from experiments.lab.points import Point
 from experiments.lab.spec import IN_TIME, RATE, Checked, FromZero, Natural, Positive, PositiveShare
 from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs, Workload
-from experiments.lab.workloads.base import Counted
+from experiments.lab.workloads.base import Arriving
 from mini_infer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
 MOST_STEPS = 8
-COUNT = "workload.count"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class RateSearch(Checked, section="experiment.search"):
     steps: int = 4
     # Where even high_per_s is kept, the range goes on by the same factor, a doubling at a time, so often at most.
     doublings: Natural = 0
-    # Requests of each rate come for so long at least: workload.count is raised for it. 0: it is as it is.
+    # Requests of each rate come for so long at least: as many more are made as that takes. 0: they are as they are.
     seconds: FromZero = 0.0
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
@@ -86,9 +85,9 @@ class RateSearch(Checked, section="experiment.search"):
         found = []
         for rate in self.rates:
             values = {**self.at, RATE: rate}
-            if self.seconds and isinstance(load, Counted):
-                wanted = math.ceil(rate * self.seconds)
-                values[COUNT] = max(self.at.get(COUNT, load.count), min(wanted, load.most or wanted))
+            if self.seconds and isinstance(load, Arriving) and load.counted_by:
+                wanted, key = math.ceil(rate * self.seconds), f"workload.{load.counted_by}"
+                values[key] = max(self.at.get(key, load.num_arrivals), min(wanted, load.most or wanted))
             found.append(Point(f"{PASS}{rate:g}/s", values))
         return found
 

@@ -176,6 +176,8 @@ class Arriving(Workload):
     warmup: Count | None = None
 
     recorded_arrivals: ClassVar[bool] = False  # whether arrivals=trace means something
+    counted_by: ClassVar[str] = ""  # the setting that says how many arrive, where there can be more of them
+    most: ClassVar[int | None] = None  # that can differ from each other; None: as many as are asked for
 
     def __post_init__(self) -> None:
         if self.arrivals is Arrivals.trace and not self.recorded_arrivals:
@@ -240,7 +242,7 @@ class Arriving(Workload):
 class Counted(Arriving):
     """One whose requests are counted by a setting."""
 
-    most: ClassVar[int | None] = None  # requests that can differ from each other; None: as many as are asked for
+    counted_by: ClassVar[str] = "count"
 
     count: Count = 16
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -156,6 +157,8 @@ class MultiTurn(Arriving, kind="multi_turn"):
     user_tokens: Count = 32  # that each later turn adds
     answer_tokens: Count = 64  # output of every turn
     think_s: FromZero = 0.0
+
+    counted_by: ClassVar[str] = "conversations"
 
     @property
     def num_requests(self) -> int:
