@@ -34,15 +34,19 @@ def report(arguments: Sequence[str], root: Path) -> None:
 
 def compare(arguments: Sequence[str], root: Path) -> None:
     parser = _parser("compare", root / "results")
-    parser.add_argument("A", help=RUN)
+    parser.add_argument("A", nargs="?", help=f"{RUN}; with --rev it may be left out, for all that differ")
     parser.add_argument("B", nargs="?", help="likewise; left out with --rev")
     parser.add_argument("--rev", help="compares what was published at this revision of git (A) with what A is now (B)")
     chosen = parser.parse_args(arguments)
     if (chosen.B is None) == (chosen.rev is None):
-        parser.error("name two runs, or one and --rev REVISION")
+        parser.error("name two runs, or one and --rev REVISION, or --rev REVISION alone for all runs that differ")
     from experiments.lab.show.compare import compare as compared
+    from experiments.lab.show.compare import since
     from experiments.lab.store import runs
 
+    if chosen.A is None:
+        print(since(chosen.results, chosen.rev))
+        return
     first = runs.find(chosen.results, chosen.A)
     with TemporaryDirectory() as folder:
         if chosen.rev is None:
@@ -108,7 +112,7 @@ COMMANDS: dict[str, Command] = {
     "show": Command("EXPERIMENT [key=value ...]", "what a run would measure, and how long the last one took", show),
     "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
     "compare": Command(
-        "A B | A --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
+        "A B | [A] --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
     ),
     "stale": Command("", "results whose code or question has changed since they were measured", stale),
     "predict": Command(

@@ -10,6 +10,7 @@ import pytest
 from made_up import METRICS, different
 from made_up import result as demo
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from experiments.ablation import Ablation
 from experiments.lab import ablation_spec, axes, catalog, schema, typed
@@ -22,6 +23,7 @@ from experiments.lab.show.compare import OTHER_MACHINE, compare
 from experiments.lab.store import result as store
 from experiments.lab.store import runs
 from experiments.lab.store.result import StoreError, page_name, run_path
+from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_figures")
@@ -293,7 +295,10 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
         ("simulator_trace workload.path={trace}", "line 6: it is 6.000 s earlier than the line before it"),
         ("prefix_cache system=simulated engine.parallel.expert=2", "ranks that share experts are not simulated"),
         ("calibrate engine.parallel.expert=2", "ranks that share experts are not simulated"),
-        ("capacity engine.parallel.expert=2", "error: parallel.expert=2: ranks that share experts are not simulated"),
+        (
+            "capacity engine.parallel.expert=2",
+            "error: engine.parallel.expert=2: ranks that share experts are not simulated",
+        ),
         (
             "quickstart engine/mla=absorbed",
             "attention.mla=absorbed: Qwen2ForCausalLM has no multi-head latent attention",
@@ -584,6 +589,39 @@ def test_compare_with_what_was_published(repository):
         runs.published(path, "nonsense", folder)
 
 
+def test_without_a_name_all_runs_are_compared_whose_rows_differ(repository, run_py, capsys):
+    root, git = repository
+    results, moved = root / "results", root / "results/moved/own.in_process"
+    paths = {name: store.write(results, demo(name)) for name in ("faster", "as_it_was", "before", "gone", "damaged")}
+    git("add", "-A")
+    git("commit", "-qm", "published")
+    twice = tuple(replace(row, value=row.value * 2) for row in demo().rows)
+    store.write(results, replace(demo("faster"), rows=twice))
+    moved.parent.mkdir()
+    git("mv", str(paths["before"].parents[1]), str(moved))
+    git("rm", "-rq", str(paths["gone"].parents[2]))
+    git("commit", "-qm", "moved")
+    paths["damaged"].with_suffix(".csv").write_text("")
+    store.write(results, demo("new", seed=3))
+    git("add", "-A")
+
+    def told(revision):
+        assert run_py("compare", "--rev", revision, "--results", str(results)) == 0
+        return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+
+    lines = told("HEAD~1")
+    assert lines.pop("faster/own.in_process/cpu/default") == "12 rows: 8 B slower, 4 B faster"
+    assert lines.pop("gone/own.in_process/cpu/default") == "gone since"
+    assert "new/own.in_process/cpu/default.json was not published at HEAD~1" in lines.pop(
+        "new/own.in_process/cpu/default"
+    )
+    assert "is not the one that default.json was written with" in lines.pop("damaged/own.in_process/cpu/default")
+    assert list(lines) == ["A is HEAD~1, B is now"], "what was only moved is no difference, nor what is as it was"
+    git("commit", "-qm", "all of it")
+    assert run_py("compare", "--rev", "HEAD", "--results", str(results)) == 0
+    assert capsys.readouterr().out == "No recorded result has other rows than at HEAD.\n"
+
+
 def test_what_was_published_is_found_where_it_lay_then(repository):
     root, git = repository
     path = store.write(root / "results", demo())
@@ -720,3 +758,37 @@ def test_measure_takes_ones_own_model_and_workload(compose_config, checkpoint):
     assert list(experiment.variants) == ["default", "small_chunks"]  # n-grams of made-up prompts say nothing
     texts = Ablation.from_config(settle(compose_config, "measure", "workload=text").config)
     assert list(texts.variants) == ["default", "small_chunks", "ngram"]
+
+
+TRACE = "2023-11-16 18:15:0{}.0000000,100,5"
+
+
+@pytest.mark.parametrize("workload", sorted(path.stem for path in (CONF / "workload").glob("*.yaml")))
+def test_measure_takes_every_workload_or_says_which(compose_config, tmp_path, workload):
+    (tmp_path / "t.csv").write_text(
+        "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *map(TRACE.format, range(8))])
+    )
+    more = [f"workload.path={tmp_path}/t.csv", "workload.limit=8"] if workload == "trace" else []
+    if workload == "mixed":
+        why = (
+            "measure sets arrivals, concurrency, rate_per_s itself, and workload=mixed has none: take fixed, uniform, "
+        )
+        with pytest.raises(ConfigError, match=why):
+            settle(compose_config, "measure", f"workload={workload}")
+        return
+    settled = settle(compose_config, "measure", f"workload={workload}", *more)
+    experiment = Ablation.from_config(settled.config)
+    loads = [(point in experiment._tried, experiment._cell("default", point)) for point in experiment.points[:-1]]
+    assert {(tried, cell.workload.arrivals.value) for tried, cell in loads} == {(False, "closed"), (True, "poisson")}
+    assert all(cell.workload.make(Vocabulary(cell.engine.model), 0).measured for _, cell in loads[:4])
+    assert [cell.workload.rate_per_s for tried, cell in loads if tried] == experiment.spec.search.rates
+    assert any("in the place of 20 a second" in note for note in settled.notes) == (workload == "poisson")
+
+
+def test_a_workload_that_lacks_what_points_set_is_named(compose_config):
+    with pytest.raises(
+        ConfigError, match="quickstart sets concurrency itself, and workload=mixed has none: take fixed"
+    ):
+        settle(compose_config, "quickstart", "workload=mixed")
+    with pytest.raises(ConfigAttributeError, match="concurency"):  # which `explain` words: no workload has it
+        settle(compose_config, "measure", "+experiment.points.workload.concurency=[3]")

@@ -86,6 +86,20 @@ def test_what_only_one_of_them_has_is_named(tmp_path):
     assert "Only in B, points: concurrency=64" in text
 
 
+def test_a_point_without_a_name_leaves_nothing_dangling(tmp_path):
+    wide = {
+        "base": "whole prompts",
+        "new": "a label that is so long that a table with it is too wide for a screen " * 2,
+    }
+    ours = result(sizes=(1,), variants=wide)
+    nameless = [replace(row, point="") for row in ours.rows]
+    ours = replace(ours, info=replace(ours.info, points={"": {}}, claims=(), gates=()), rows=tuple(nameless))
+    a, b = stored(tmp_path, ours, replace(ours, info=replace(ours.info, run="b")))
+    lines = [line.rstrip() for line in compare(a, b).splitlines()]
+    assert "Output tokens per second, tokens/s (higher is better)" in lines
+    assert not [line for line in lines if line.endswith(" at")]
+
+
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     a, b, c = stored(tmp_path, result(), result("other"), result(run="c", variants={"x": "x"}, baseline=None))
     with pytest.raises(StoreError, match="A is a run of demo and B of other: compare two runs of one experiment"):
@@ -265,6 +279,8 @@ def test_the_commands_run_from_the_command_line(command, tmp_path):
     [
         (["report", "--results", "/nowhere"], "error: /nowhere holds no results yet: run an experiment first"),
         (["compare", "demo"], "error: name two runs, or one and --rev REVISION"),
+        (["compare"], "or --rev REVISION alone for all runs that differ"),
+        (["compare", "--rev", "nonsense"], "error: git knows no revision 'nonsense'"),
         (["compare", "demo", "x", "--results", "/nowhere"], "error: /nowhere holds no experiment 'demo'"),
         (["trace", "demo", "--results", "/nowhere"], "error: /nowhere holds no experiment 'demo'"),
         (["report", "everything"], "unrecognized arguments: everything"),

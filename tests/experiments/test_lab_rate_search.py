@@ -13,6 +13,7 @@ from experiments.lab.measure.session import Session
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from experiments.lab.workloads.random import Fixed, MultiTurn
 from experiments.lab.workloads.text import Text
+from experiments.lab.workloads.trace import Trace
 from mini_infer.core.errors import ConfigError
 
 SEARCH = {"low_per_s": 100, "high_per_s": 1600, "steps": 2, "at": {"workload.arrivals": "poisson"}}
@@ -56,11 +57,12 @@ def test_requests_are_more_where_a_rate_takes_more_for_its_seconds():
     assert counts(search, Fixed()) == [16, 20, 40]
     assert counts(replace(search, at={"workload.count": 30}), Fixed()) == [30, 30, 40]
     assert counts(replace(search, seconds=100), Text()) == [100, Text.most, Text.most]
-    assert counts(search, MultiTurn()) == [None] * 3  # which has no count
+    assert counts(search, MultiTurn(), "conversations") == [10, 20, 40]
+    assert counts(search, Trace()) == [None] * 3  # which has no more than its file
 
 
-def counts(search, load):
-    return [point.values.get("workload.count") for point in search.points(load)]
+def counts(search, load, name="count"):
+    return [point.values.get(f"workload.{name}") for point in search.points(load)]
 
 
 def test_where_all_is_kept_the_knee_is_not_shown(build):

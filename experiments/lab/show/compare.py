@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from experiments.lab import points
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
-from experiments.lab.store.result import COMPLETE, RunInfo, StoreError, read
+from experiments.lab.store import runs
+from experiments.lab.store.provenance import git
+from experiments.lab.store.result import COMPLETE, TABLES, RunInfo, StoreError, read
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 OTHER_MACHINE = "Measured on DIFFERENT MACHINES: faster and slower below are the machines' as much as the code's."
@@ -34,21 +38,51 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
         names = f"A is a run of {first.experiment} and B of {second.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")
     sheets = Sheet(results[0]), Sheet(results[1])
-    grids = [grid for name in first.metrics for grid in _grids(*sheets, name)]
-    if not grids:
-        raise StoreError("A and B have no variant, point and metric in common: there is nothing to compare")
-    verdicts = Counter(row[-1] for grid in grids for row in grid.rows)
-    counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    grids = _grids(*sheets)
     parts = [
         title,
         "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
         *([OTHER_MACHINE] if wording.device(first) != wording.device(second) else []),
         *(grid.text() for grid in grids),
-        f"{verdicts.total()} rows: {counted}.\n{FOOTNOTE}",
+        f"{_counted(grids)}.\n{FOOTNOTE}",
         *_left_out(first, second),
         "\n".join(["What differs beside the numbers (A -> B):", *_differences(first, second)]),
     ]
     return "\n\n".join(parts)
+
+
+def since(results: Path, revision: str) -> str:
+    """A line for each run below `results` whose rows are not those of a revision of git. Raises StoreError."""
+    found = git(results, "diff", "--name-only", "--relative", "-M", revision, "--", "*.csv")
+    if found is None:
+        raise StoreError(f"git knows no revision {revision!r}")
+    names = [name for name in found.splitlines() if not name.endswith(tuple(TABLES.keys() - {".csv"}))]
+    told = {name: _since(results / name, revision) for name in (name.removesuffix(".csv") for name in names)}
+    lines = [f"{name}: {text}" for name, text in told.items() if text]
+    if not lines:
+        return f"No recorded result has other rows than at {revision}."
+    return "\n".join(
+        [*lines, f"A is {revision}, B is now: python run.py compare RUN --rev {revision} shows the tables."]
+    )
+
+
+def _since(run: Path, revision: str) -> str:
+    """What became of a run's rows; nothing where they were only moved. `run` is without its ending."""
+    path = run.with_name(f"{run.name}.json")
+    if not path.is_file():
+        return "gone since"
+    try:
+        with TemporaryDirectory() as folder:
+            a, b = read(runs.published(path, revision, Path(folder))), read(path)
+        machines = ", on DIFFERENT MACHINES" if wording.device(a.info) != wording.device(b.info) else ""
+        return "" if a.rows == b.rows else _counted(_grids(Sheet(a), Sheet(b))) + machines
+    except StoreError as error:
+        return str(error)
+
+
+def _counted(grids: Sequence[Grid]) -> str:
+    verdicts = Counter(row[-1] for grid in grids for row in grid.rows)
+    return f"{verdicts.total()} rows: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}"
 
 
 def _origin(name: str, path: Path | str, info: RunInfo) -> str:
@@ -57,7 +91,14 @@ def _origin(name: str, path: Path | str, info: RunInfo) -> str:
     return f"{name}  {path}\n   {measured}\n   {wording.device(info)}"
 
 
-def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
+def _grids(a: Sheet, b: Sheet) -> list[Grid]:
+    """Raises StoreError where there is none."""
+    if grids := [grid for name in a.info.metrics for grid in _of_metric(a, b, name)]:
+        return grids
+    raise StoreError("A and B have no variant, point and metric in common: there is nothing to compare")
+
+
+def _of_metric(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     """One table; where that is too wide for a screen, one a point."""
     info, others = a.info, b.info
     if metric not in others.metrics or info.metrics[metric].unit != others.metrics[metric].unit:
@@ -71,7 +112,7 @@ def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     grid = Grid(title, header, tuple(joined))
     if grid.width <= SCREEN:
         return [grid] if rows else []
-    return [Grid(f"{title} at {point}", header, tuple(lines)) for point, lines in rows.items()]
+    return [Grid(f"{title} at {point}" if point else title, header, tuple(lines)) for point, lines in rows.items()]
 
 
 def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[str, ...]:
