@@ -91,7 +91,7 @@ class AblationSpec(ExperimentSpec):
                 variants[name + PREDICTED] = {**changes, "kind": Kind.simulated.value, "label": label}
                 for metric, share in self.reach.items():
                     of = ClaimSpec(metric, name + PREDICTED, everywhere=True, to=name, source=f"reach: {share:.0%}")
-                    claims += [replace(of, ratio_at_least=1 - share), replace(of, ratio_at_most=1 + share)]
+                    claims.append(replace(of, ratio_at_least=1 - share, ratio_at_most=1 + share))
         return replace(self, variants=variants, claims=tuple(claims))
 
     def served_by(self, kind: Kind) -> AblationSpec:

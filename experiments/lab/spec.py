@@ -96,7 +96,7 @@ def _within(hint: Any) -> Iterator[Rule]:
 
 @dataclass(frozen=True)
 class ClaimSpec:
-    """One bound, or at_least and at_most together. A ratio is to the variant `to` at the same point (default: the
+    """One bound, or two, from both sides. A ratio is to the variant `to` at the same point (default: the
     baseline), or to the same variant at `against`. With `everywhere` it is a claim for each point. `aim` is a stricter
     bound: shown, not judged."""
 

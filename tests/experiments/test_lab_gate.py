@@ -104,6 +104,22 @@ def test_a_claim_may_have_two_sides_and_be_made_everywhere():
     assert {c.reference_variant for c in ratios} == {"base"}
 
 
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([9.9, 10.0, 10.1, 10.0, 9.95], Verdict.supported),
+        ([12.0, 12.1, 12.2, 11.9, 12.0], Verdict.refuted),
+        ([8.0, 8.1, 8.2, 7.9, 8.0], Verdict.refuted),
+        ([10.6, 11.0, 11.4, 10.8, 11.2], Verdict.inconclusive),
+    ],
+)
+def test_a_ratio_may_have_two_sides(values, verdict):
+    (found,) = resolved(at={"size": 1}, ratio_at_least=0.9, ratio_at_most=1.1)
+    assert (found.bound, found.limits, found.reference_variant) == (Bound.ratio_within, (0.9, 1.1), "base")
+    measured = Table(rows("base", [10.0] * 5) + rows("new", values))
+    assert judge(replace(found, point="p", reference_point="p"), measured, []).verdict is verdict
+
+
 def test_a_ratio_may_be_to_another_variant():
     (found,) = resolved(variant="base", to="new", at={"size": 1}, ratio_at_most=1.0)
     assert (found.reference_variant, found.reference_point) == ("new", "size=1")

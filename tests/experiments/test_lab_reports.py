@@ -271,7 +271,7 @@ def test_what_is_missed_or_lost_elsewhere_stands_in_the_answer():
     assert "worse" not in sentence(given)
     slow = lambda r: (r.variant, r.metric, r.point) == ("new", "output_tokens_per_s", "concurrency=8")  # noqa: E731
     lost = replace(given, rows=tuple(replace(r, value=0.4 * r.value) if slow(r) else r for r in given.rows))
-    assert re.search(r"concurrency 8: 0\.6\d\dx tokens/s \(.*\): 40 % worse; concurrency 2: 1\.5", sentence(lost))
+    assert re.search(r"concurrency 8: 0\.6\d\dx tokens/s \(.*\): 40 % worse", sentence(lost))
     claims = (*(at(n, 1.2) for n in (1, 2)), at(4, 1.3), at(8, 1.6))
     missed = replace(given, info=replace(given.info, claims=claims))
     assert re.search(r"concurrency 8: 1\.50x tokens/s \(.*; at least 1\.60x: missed\)", sentence(missed))

@@ -27,10 +27,11 @@ class Bound(str, Enum):
     ratio_at_least = "ratio_at_least"
     ratio_at_most = "ratio_at_most"
     within = "within"  # at least `value`, and at most `upper`
+    ratio_within = "ratio_within"
 
     @property
     def is_ratio(self) -> bool:
-        return self in (Bound.ratio_at_least, Bound.ratio_at_most)
+        return self.value.startswith("ratio_")
 
     @property
     def is_floor(self) -> bool:
@@ -55,7 +56,7 @@ class Claim:
     reference_variant: str | None = None  # both set for a ratio, else None
     reference_point: str | None = None
     source: str = ""
-    upper: float | None = None  # set for `within` alone
+    upper: float | None = None  # set for `within` and `ratio_within` alone
     aim: float | None = None  # a stricter value, against which nothing is judged
 
     @property
@@ -108,16 +109,16 @@ def resolve_all(
 
 def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     """The bound, its value, and the upper one of two."""
-    known = [bound.value for bound in Bound if bound is not Bound.within]
+    known = [bound.value for bound in Bound if bound not in (Bound.within, Bound.ratio_within)]
     given = {Bound(name): float(getattr(spec, name)) for name in known if getattr(spec, name) is not None}
     bound, value = next(iter(given.items()), (Bound.within, 0.0))
-    if set(given) == {Bound.at_least, Bound.at_most}:
-        upper = given[Bound.at_most]
+    if len(given) == 2 and len({bound.is_ratio for bound in given}) == 1:  # from both sides
+        _, upper = given.values()
         if value > upper:
             raise ConfigError(f"{where}: nothing is at least {value} and at most {upper}")
         if spec.aim is not None:
             raise ConfigError(f"{where}: an aim goes with one bound, not with at_least and at_most together")
-        return Bound.within, value, upper
+        return Bound.ratio_within if bound.is_ratio else Bound.within, value, upper
     if len(given) != 1:
         one = f"exactly one of {', '.join(known)}"
         raise ConfigError(f"{where} needs {one}, or at_least and at_most together; it has {len(given)}")

@@ -15,7 +15,7 @@ from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
-PARTS, MOST = 3, 4  # of a sentence: two that matter, and what it costs; with what was lost or missed
+PARTS, MOST = 2, 3  # of a sentence: two that matter; with what was lost, missed or guarded
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
@@ -37,15 +37,15 @@ def sentence(result: Result) -> str:
         return text
     if not claimed:
         return _without_claims(result)
-    # The first and where its variant loses; the next of another metric; what was missed; what guards against a loss;
-    # and while there is room whatever comes next.
+    # The first and where its variant loses; what else was missed or is worse; the next of another metric; what guards
+    # against a loss; and while there is room whatever comes next.
     first, rest = claimed[0], claimed[1:]
     worst = [each for each in [effects.worst_elsewhere(result, first)] if each is not None]
+    lost = [effect for effect in rest if effect.missed or effect.told < 0][:1]
     others = [effect for effect in rest if effect.metric != first.metric][:1]
-    missed = [effect for effect in rest if effect.missed and effect not in others][:1]
-    guards = [effect for effect in reversed(rest) if effect.guards and effect not in [*others, *missed]][:1]
+    guards = [effect for effect in reversed(rest) if effect.guards][:1]
     key = lambda effect: (effect.metric, effect.cell, effect.reference)  # noqa: E731
-    found = list({key(effect): effect for effect in [first, *worst, *others, *missed, *guards]}.values())[:MOST]
+    found = list({key(effect): effect for effect in [first, *worst, *lost, *others, *guards]}.values())[:MOST]
     known = [key(effect) for effect in found]
     found += [effect for effect in rest if key(effect) not in known][: max(0, PARTS - len(found))]
     if all(effect.own is None for effect in found):

@@ -194,7 +194,7 @@ def _reference(claim: Claim, result: Result) -> Cell | None:
 def _with_bound(effect: Effect, claim: Claim) -> Effect:
     """A target is a claim of that name, or the first one that is no aim. That it is at most so good is none."""
     if claim.upper is not None:
-        return effect
+        return replace(effect, guards=effect.guards or claim.bound.is_ratio)
     unit = 1.0
     if effect.reference is not None and not claim.bound.is_ratio:
         if effect.base is None:

@@ -56,7 +56,7 @@ def of_metric(metric: Metric | None) -> Estimator:
 
 
 def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
-    return f"{', '.join(filter(None, (name, where)))}: {wording.in_table(of(repeats))}, {len(repeats)} repeats"
+    return f"{', '.join(filter(None, (name, where)))}: {wording.interval(of(repeats))}, {len(repeats)} repeats"
 
 
 def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
