@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from experiments.lab.axes import CONF
 from experiments.lab.experiment import Experiment, Findings, run_rounds
+from experiments.lab.judge import logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware
@@ -30,7 +31,7 @@ from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_sec
 from experiments.lab.measure.traces import Served, StepRow, step_rows
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import Count, ExperimentSpec, Several
+from experiments.lab.spec import Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
@@ -63,6 +64,7 @@ class CalibrateSpec(ExperimentSpec):
     decodes: tuple[Count, ...] = (2, 6)  # rows that prompts come beside
     beside_prompts: tuple[Count, ...] = (16, 64)  # tokens of these prompts
     output_tokens: Several = 24  # of a request that decodes
+    gate_logit_error: Positive | None = None  # see logit_gate.py
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class Calibrate(Experiment):
     def measure(self, steps: Steps) -> Findings:
         # Steps that leave out some of the work are short; of the loads' own tokens nobody knows which are right.
         device = hardware.resolve(self.device)
-        gates = [ExactGate(device).of_probes(VARIANT, self.engine)] if self.settings.gates else []
+        gated, allowed = self.settings.gates, self.spec.gate_logit_error
+        gates = [ExactGate(device).of_probes(VARIANT, self.engine)] if gated else []
+        errors = logit_gate.gates({VARIANT: self.engine}, allowed) if gated and allowed is not None else []
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):
@@ -108,7 +112,8 @@ class Calibrate(Experiment):
                 [(name, partial(self._pass, engine, own, name, rows[name], steps)) for name, own in loads.items()]
             )
         timed = [*rows[FIT], *rows[CHECK]]
-        return Findings(self.told(timed), status=status, error=error, steps=timed, gates=gates)
+        told = self.told(timed)
+        return Findings(told, status=status, error=error, steps=timed, gates=gates, error_gates=errors)
 
     def told(self, steps: Sequence[StepRow]) -> list[Row]:
         """How far a fit to the steps of one pass is from those of the other."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, product, repeat
 from typing import Any
 
@@ -20,10 +20,12 @@ import numpy as np
 from omegaconf import DictConfig
 
 from experiments.lab.experiment import Findings, Probe
-from experiments.lab.judge import formulas, prediction, stats, validity
-from experiments.lab.judge.gate import Gate, compare
+from experiments.lab.judge import formulas, logit_gate, prediction, stats, validity
+from experiments.lab.judge.exact_gate import Ask, ExactGate, Question, plain
+from experiments.lab.judge.gate import ALONE, ErrorGate, Gate, Tokens, compare
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
 from experiments.lab.judge.validity import Evidence
+from experiments.lab.measure import hardware
 from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplicas, as_served, ask
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.simulated import drive
@@ -34,6 +36,7 @@ from experiments.lab.spec import IN_TIME, PREDICTED, TAKE, Count, ExperimentSpec
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary
+from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import ConfigError
@@ -72,7 +75,7 @@ NOT_SIMULATED = (
     "Not simulated are prompts that come alone, whose time to the first token has parts; loads beside streams; and "
     "vLLM's engines."
 )
-GATE_TOKENS, GATE_REQUESTS = 24, 6
+GATE_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class DisaggregationSpec(ExperimentSpec):
     slo: SLO = field(default_factory=SLO)  # what a request keeps that counts as goodput
     stream_tokens: int = 256  # of a stream's answer
     keep_engines: bool = False  # of all variants side by side; else a variant's end before another's start
+    gate_logit_error: Positive | None = None  # of an engine by itself: see logit_gate.py
 
 
 class Disaggregation(Probe):
@@ -191,11 +195,11 @@ class Disaggregation(Probe):
             if VLLM in self.variants:
                 two = _config(self.engine, TOGETHER)
                 self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self.peers.vllm)))
-            with EngineProcesses(keep) as self._engines:  # those of the gates end before others take their memory
-                gates = self._gates() if self.settings.gates else []
+            # Engines of gates end before others take their memory.
+            gates, error_gates = self._gates() if self.settings.gates else ([], [])
             with EngineProcesses(keep) as self._engines:
                 if keep:
-                    self._engines.start([_config(self.engine, name) for name in ROLES if name in self.variants])
+                    self._engines.start([*self._roles.values()])
                 if self._peer is not None:
                     self._peer.ready()
                 found = super().measure(steps)
@@ -204,7 +208,8 @@ class Disaggregation(Probe):
         notes = prediction.remarks(found.rows, self._predictions, self.variants)
         absent, about = ("", {}) if self._peer is None else (self._peer.absent, self._peer.about)
         notes += [f"{self.variants[VLLM]}: absent, because {absent}."] if absent else []
-        return replace(found, gates=gates, requests=rows, notes=notes, peers={VLLM: (dict(about),)} if about else {})
+        peers = {VLLM: (dict(about),)} if about else {}
+        return replace(found, gates=gates, error_gates=error_gates, requests=rows, notes=notes, peers=peers)
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         if variant == VLLM:
@@ -336,32 +341,55 @@ class Disaggregation(Probe):
         """Unlike all others."""
         return self._rng.integers(3, self._vocabulary - 1, length).tolist()
 
-    def _gates(self) -> list[Gate]:
-        """Tokens of engines apart are those of one engine: on a GPU in batch-invariant numerics, to the bit."""
-        config = self.engine
-        if config.model.device is not Device.cpu:
-            config = replace(config, numerics=Numerics.batch_invariant)
-        lengths = [2 + (17 * i) % max(self.spec.prompt_tokens) for i in range(1, 1 + GATE_REQUESTS)]
-        configs = {variant: _config(config, variant) for variant in (TOGETHER, APART, STREAM)}
-        if self.spec.keep_engines:
-            self._engines.start([*configs.values()])
-        found: dict[str, list[tuple[int, ...]]] = {}
-        prompts: list[list[int]] = []
-        for variant, of_variant in configs.items():
-            self._engines.use(of_variant)
-            prompts = prompts or [self._prompt(length) for length in lengths]
-            answers = self._engines.run(_drawn(self._engines.asked, prompts))
-            if reason := _unmoved(variant, answers):
-                raise EngineDead(f"{ROLES[variant][0]}: {reason}")
-            found[variant] = [answer.token_ids for answer in answers]
-        return [compare(variant, "", found[TOGETHER], found[variant], "one engine's") for variant in (APART, STREAM)]
+    def _gates(self) -> tuple[list[Gate], list[ErrorGate]]:
+        """Through the engines of every variant each request gets the tokens that it gets alone: of the shipped model;
+        and on a GPU of the one that is measured, whose weights are random."""
+        exact, roles, allowed = ExactGate(hardware.resolve(self.device)), self._roles, self.spec.gate_logit_error
+        served = [exact.of_served(name, config, partial(self._answering, name)) for name, config in roles.items()]
+        found = [replace(gate, against=gate.against.replace("over HTTP", "through processes")) for gate in served]
+        found += self._own_gates(Numerics.batch_invariant) if exact.device == "cuda" else []
+        one = replace(self.engine, parallel=self.engine.parallel.of_one)
+        return found, [] if allowed is None else logit_gate.gates(dict.fromkeys(roles, one), allowed)
+
+    def _own_gates(self, numerics: Numerics) -> list[Gate]:
+        """Of the model as it is measured: prompts of the measured lengths and shorter ones, half of them greedy."""
+        engine, asked = replace(self.engine, numerics=numerics), list[Question]()
+        for length in [most for each in self.spec.prompt_tokens for most in (each - GATE_TOKENS, each // 3)]:
+            number = len(asked)
+            params = SamplingParams(temperature=number % 2, seed=number, max_tokens=GATE_TOKENS, ignore_eos=True)
+            asked.append((self._prompt(max(2, length)), params))
+        with closing(LLMEngine(plain(engine))) as alone:
+            right = [alone.generate([prompt], params)[0].outputs[0].token_ids for prompt, params in asked]
+        found, against = list[Gate](), f"{ALONE} (the model that is measured; {numerics.value} numerics)"
+        for variant in self._roles:
+            with self._answering(variant, _config(engine, variant)) as ask_all:
+                found.append(compare(variant, "", right, ask_all(asked), against))
+        return found
+
+    @property
+    def _roles(self) -> dict[str, EngineConfig]:
+        return {name: _config(self.engine, name) for name in ROLES if name in self.variants}
+
+    @contextmanager
+    def _answering(self, variant: str, config: EngineConfig) -> Iterator[Ask]:
+        """Engines of the variant, for as long as they are asked."""
+        with EngineProcesses(keep=False) as engines:
+            engines.use(config)
+
+            def at_once(questions: Sequence[Question]) -> Tokens:
+                answers = engines.run(_answers(engines.asked, questions))
+                if reason := _unmoved(variant, answers):
+                    raise EngineDead(f"{ROLES[variant][0]}: {reason}")
+                return [answer.token_ids for answer in answers]
+
+            yield at_once
 
 
-async def _drawn(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[RequestTrace]:
-    """Half of the answers drawn at random, all at once."""
-    drawn: list[dict[str, Any]] = [{"temperature": float(index % 2), "seed": index} for index in range(len(prompts))]
-    asked = zip(prompts, drawn, strict=True)
-    return await asyncio.gather(*(ask(engine, prompt, GATE_TOKENS, **params) for prompt, params in asked))
+async def _answers(engine: AsyncEngine, questions: Sequence[Question]) -> list[RequestTrace]:
+    """All at once."""
+    names = ("temperature", "top_p", "top_k", "seed")
+    asked = [(prompt, p.max_tokens or 0, {name: getattr(p, name) for name in names}) for prompt, p in questions]
+    return await asyncio.gather(*(ask(engine, prompt, length, **drawn) for prompt, length, drawn in asked))
 
 
 def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:

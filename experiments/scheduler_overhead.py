@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab.experiment import Probe
+from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import stats
+from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Device
+from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import Request
@@ -65,10 +68,17 @@ class OverheadSpec(ExperimentSpec):
 class SchedulerOverhead(Probe):
     reads = (
         *("engine.cache.block_size", "engine.cache.layout", "engine.cache.prefix_caching", "engine.scheduler.policy"),
-        *("engine.scheduler.batching", "engine.scheduler.chunked_prefill", "measure.repeats", "measure.seed"),
+        *(
+            "engine.scheduler.batching",
+            "engine.scheduler.chunked_prefill",
+            "measure.gates",
+            "measure.repeats",
+            "measure.seed",
+        ),
     )
     spec: OverheadSpec
     device = Device.cpu
+    generates = True  # for the gate alone
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
     metrics: Mapping[str, Metric] = METRICS
 
@@ -82,6 +92,12 @@ class SchedulerOverhead(Probe):
         others = [Point.of({name: n}) for name in lists for n in getattr(spec, name)]
         self.points = [*self._running, self._fit, *others]
         self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
+
+    def measure(self, steps: Steps) -> Findings:
+        """Tokens that are timed are made up: through this scheduler the shipped model gives each request its own."""
+        engine = changed(self.engine, model={"device": "cpu", "dtype": "float32"})
+        gates = [ExactGate("cpu").of_probes(VARIANT, engine)] if self.settings.gates else []
+        return replace(super().measure(steps), gates=gates)
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         ((varied, count),) = point.values.items()

@@ -8,11 +8,13 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +35,14 @@ from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
 from experiments.lab import axes, schema
-from experiments.lab.measure import cells, clocks, subjects
+from experiments.lab.measure import cells, clocks, engine_processes, subjects
 from experiments.lab.peers import process
 from experiments.lab.show.figures import frame
 from mini_infer import LLMEngine
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import replace as changed
 from mini_infer.runtime.executor import dry
+from mini_infer.serving.processes.engine_process import EngineServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
@@ -211,6 +216,34 @@ def peers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
         return child
 
     monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+
+
+class _InThread:
+    """An engine process that is none."""
+
+    def __init__(self, config: EngineConfig, path: str) -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        server = EngineServer(LLMEngine(config), listener)
+        threading.Thread(target=server.serve, daemon=True).start()
+
+    def ending(self) -> None:
+        """It does not end by itself."""
+
+    def stop(self) -> None:
+        """It waits for ever."""
+
+
+@pytest.fixture
+def engines_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of any config: with roles, or both alike."""
+
+    def ways_to_make(config: EngineConfig, max_queued: int) -> list[Callable[[str], _InThread]]:
+        roles = [{"prefill": 1, "decode": 0}, {"prefill": 0, "decode": 1}] if config.parallel.prefill else [{}, {}]
+        return [partial(_InThread, changed(config, parallel={"replicas": 1, **role})) for role in roles]
+
+    monkeypatch.setattr(engine_processes, "ways_to_make", ways_to_make)
 
 
 @pytest.fixture

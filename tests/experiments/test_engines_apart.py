@@ -4,7 +4,9 @@ never was one; requests are dealt in turns, and a load's knee is where they keep
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 
 from experiments import disaggregation
 from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
+from experiments.lab.judge import exact_gate
 from experiments.lab.judge.stats import abba
 from experiments.lab.measure import engine_processes
 from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplicas
@@ -24,10 +27,12 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item
-from mini_infer.core.config import EngineConfig, replace
+from mini_infer.core.config import EngineConfig, Numerics, replace
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.processes import gpus
+from mini_infer.transfer import pusher
+from mini_infer.transfer.blocks import Pairs
 
 
 def test_an_engine_that_ends_before_it_serves_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +267,43 @@ def test_loads_are_simulated_alone(compose_config: Any) -> None:
     left_out, *sources = found.notes
     assert left_out == disaggregation.NOT_SIMULATED
     assert all(source.startswith("What simulated steps take: the dry model's own") for source in sources)
+
+
+def _loses(numbers: Any, here: Any, there: Any) -> Pairs:
+    """The last block of a step never comes, where there are several."""
+    kept = max(1, len(numbers) - 1)
+    return Pairs(numbers[:kept], here[:kept], there[:kept])
+
+
+def _shifts(numbers: Any, here: Any, there: Any) -> Pairs:
+    """Each block comes where the one before it belongs."""
+    turned = [(source, numbers[index - 1][1]) for index, (source, _) in enumerate(numbers)]
+    return Pairs(turned, here, there.roll(1))
+
+
+@pytest.mark.usefixtures("engines_are_threads")
+@pytest.mark.parametrize("fault", [None, _loses, _shifts])
+def test_every_request_gets_through_engines_apart_what_it_gets_alone(
+    compose_config: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Pairs] | None
+) -> None:
+    """A handover that loses or shifts a block is found by both gates, whichever way blocks go."""
+    monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
+    few = [(prompt, dataclasses.replace(params, max_tokens=6)) for prompt, params in exact_gate.probes()[2:8]]
+    monkeypatch.setattr(exact_gate, "probes", lambda whole: few)
+    model = ("model=tiny", "engine.model.path=tiny-draft", "engine.cache.memory_gib=0.03")
+    own = ("experiment.claims=[]", f"experiment.mixes=[{MIX}, by: [together, apart]}}]")
+    loads = Disaggregation.from_config(compose_config("experiment=disaggregation", *model, *own, "scale=tiny"))
+    loads.spec = dataclasses.replace(loads.spec, prompt_tokens=(40, 64))
+    if fault is not None:
+        monkeypatch.setattr(pusher, "Pairs", fault)
+    trained, errors = loads._gates()
+    assert errors == []
+    for gates in (trained, loads._own_gates(Numerics.fast)):
+        assert [gate.variant for gate in gates] == [TOGETHER, APART, STREAM]
+        assert [gate.variant for gate in gates if not gate.passed] == ([APART, STREAM] if fault else [])
+    assert all(gate.equal_tokens == 2 * 6 * 6 for gate in trained if gate.passed)
+    assert "trained weights of tiny-draft" in trained[0].against
+    assert "through processes" in trained[0].against
 
 
 def test_a_system_that_has_no_roles_is_refused(compose_config: Any) -> None:
