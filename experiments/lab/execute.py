@@ -40,9 +40,15 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     run = paths.run or store.run_name(settled.changed)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
-    if paths.recorded and experiment.generates and not experiment.settings.gates:
-        unchecked = f"{name} generates tokens, and none of an engine that no gate has checked are recorded"
-        raise ConfigError(f"measure.gates=false: {unchecked}: leave it out, or for a trial --record")
+    settings, on_gpu = experiment.settings, hardware.resolve(experiment.device) == "cuda"
+    for setting, chosen, why in (
+        ("measure.gates=false", experiment.generates and not settings.gates,
+         "generates tokens, and none of an engine that no gate has checked are recorded"),
+        ("measure.aa=never", on_gpu and settings.aa is schema.Again.never,
+         "is measured on a GPU, where what is recorded has its baseline a second time"),
+    ):  # fmt: skip
+        if paths.recorded and chosen:
+            raise ConfigError(f"{setting}: {name} {why}: leave it out, or for a trial --record")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()

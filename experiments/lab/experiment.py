@@ -116,7 +116,7 @@ class Experiment:
     generates: bool = False  # whether an engine of ours answers requests here, so that a gate has to check its tokens
 
     def __init__(self, config: DictConfig) -> None:
-        self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config)
+        self.spec = schema.experiment_spec(get_type_hints(type(self))["spec"], config, self.generates)
         self.settings = schema.build(schema.Measure, config.measure, "measure")
         self.chosen = schema.build(hardware.Hardware, config.hardware, "hardware")
         self.peers = schema.build(PeerSettings, config.peers, "peers")

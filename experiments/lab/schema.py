@@ -78,7 +78,6 @@ class Paths:
         return self.results == RECORDED["paths.results"]
 
 
-OF_SCALES = {"keep_engines", "gate_logit_error"}  # what a scale says to whoever has several engines
 RECORDED = {"paths.results": "results", "paths.reports": "reports"}  # what --record stands for
 SHORT = {"--record": RECORDED, "--resume": {"paths.resume": "true"}}
 
@@ -150,9 +149,11 @@ def _schema(cls: Any, path: str) -> DictConfig:
     return OmegaConf.create({path: node(cls)})
 
 
-def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
-    """What the YAML says under `experiment`, beside the class that runs it."""
-    left_out = {"_target_"} | (OF_SCALES - {f.name for f in fields(cls)})
+def experiment_spec(cls: type[Spec], config: DictConfig, generates: bool) -> Spec:
+    """What the YAML says under `experiment`, beside the class that runs it. A scale speaks to whoever has several
+    engines, and of the gate to whoever has one that generates tokens: others leave it out."""
+    of_scales = {"keep_engines"} if generates else {"keep_engines", "gate_logit_error"}
+    left_out = {"_target_"} | (of_scales - {f.name for f in fields(cls)})
     values = {name: value for name, value in plain(config.experiment).items() if name not in left_out}
     return build(cls, values, "experiment")
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ideal import not_shown
@@ -10,10 +11,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.ablation import Ablation
+from experiments.capacity import CapacitySpec
 from experiments.lab import axes, catalog, schema, typed
 from experiments.lab.execute import execute
 from experiments.lab.explain import explain, suggest
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.store import provenance
 from experiments.lab.workloads import WORKLOADS
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
@@ -94,11 +97,39 @@ def require_gates(experiment):
         assert experiment.generates or any("No gate of tokens" in limit for limit in experiment.spec.limits)
 
 
-def test_nothing_is_recorded_of_an_engine_that_no_gate_has_checked(compose_config, tmp_path):
-    typed = ["experiment=quickstart", "measure.gates=false"]
+@pytest.mark.parametrize(
+    ("setting", "device", "why"),
+    [
+        ("measure.gates=false", "cpu", "quickstart generates tokens, .*"),
+        ("measure.aa=never", "cuda", "quickstart is measured on a GPU, .* its baseline a second time"),
+    ],
+)
+def test_nothing_is_recorded_without_its_gates_and_on_a_gpu_its_second_arm(
+    compose_config, tmp_path, setting, device, why
+):
+    typed = ["experiment=quickstart", setting, f"engine.model.device={device}"]
     config = compose_config(*typed, "paths.results=results")
-    with pytest.raises(ConfigError, match=r"measure.gates=false: quickstart generates tokens, .*: leave it out"):
+    with pytest.raises(ConfigError, match=rf"{setting}: {why}: leave it out, or for a trial --record"):
         execute(config, "quickstart", typed, tmp_path)
+
+
+def test_on_a_cpu_a_recorded_run_needs_no_second_arm(compose_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "commit", Mock(side_effect=InterruptedError))  # what comes next
+    typed = ["experiment=quickstart", "measure.aa=never"]
+    with pytest.raises(InterruptedError):
+        execute(compose_config(*typed, "paths.results=results"), "quickstart", typed, tmp_path)
+
+
+def test_who_generates_tokens_on_a_gpu_has_a_gate_of_logits(compose_config):
+    """What a scale allows them is left out where no engine runs, and nowhere else."""
+    config = compose_config("experiment=capacity", "scale=7b", "system=simulated")
+    assert config.experiment.gate_logit_error == 0.02
+    schema.experiment_spec(CapacitySpec, config, generates=False)
+    with pytest.raises(ConfigError, match="gate_logit_error"):
+        schema.experiment_spec(CapacitySpec, config, generates=True)
+    for name in ("calibrate", "disaggregation"):
+        made = schema.experiment_class(at_7b := compose_config(f"experiment={name}", "scale=7b")).from_config(at_7b)
+        assert made.spec.gate_logit_error == 0.02
 
 
 def test_the_default_config_is_the_engines_own(compose_config):
