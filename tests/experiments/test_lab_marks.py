@@ -9,6 +9,7 @@ from made_up import METRICS, equal, result
 
 from experiments.lab.judge import marks
 from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import RequestRow
 from experiments.lab.show.answer import badges, sentence
@@ -79,10 +80,13 @@ def test_repeats_that_differ_severalfold_mark_the_run():
     assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == {}  # a process may have other prompts
 
 
-def on_gpu(count=3, arrivals="closed", requests=(), **changes):
+NUMBERS = ErrorGate("new", "concurrency=8", 0.01, 0.02, "sdpa in fp32")
+
+
+def on_gpu(count=3, arrivals="closed", requests=(), repeats=2, **changes):
     """A run of a GPU that has all, but for what is changed."""
     info = run().info
-    config = {"measure": {"processes": count}, "workload": {"arrivals": arrivals}}
+    config = {"measure": {"processes": count, "repeats": repeats}, "workload": {"arrivals": arrivals}}
     device = replace(info.provenance, device={**info.provenance.device, "gpu": "NVIDIA H200"})
     ran = tuple(ProcessInfo(n, n, "2026-01-01T00:00:00+00:00", 60.0) for n in range(count))
     gates = (equal("new", "concurrency=8"),)
@@ -105,9 +109,13 @@ def on_gpu(count=3, arrivals="closed", requests=(), **changes):
         ({"aa": None, "baseline": None}, []),  # as ceilings
         ({"aa": None, "provenance": run().info.provenance}, []),  # of a CPU
         ({"gates": ()}, ["**no gates**"]),
+        ({"gates": (), "error_gates": (NUMBERS,), "scale": "7b"}, ["**no gates**"]),  # of tokens
+        ({"gates": (), "error_gates": (NUMBERS,), "scale": "none"}, []),  # kernels generate none
         ({"gates": (), "aa": None, "baseline": None}, []),
         ({"gates": (), "variants": {"base": "off", "base again": "off again"}}, []),  # nothing is compared
         ({"gates": (), "provenance": run().info.provenance}, []),
+        ({"repeats": 1}, []),  # the experiment itself asks for one
+        ({"repeats": 1, "changed": {"measure.repeats": "1"}}, ["**1 repeat**"]),
     ],
 )
 def test_a_run_says_what_a_result_is_made_of_and_it_lacks(changes, says):

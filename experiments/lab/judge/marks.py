@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from itertools import product
 
+from experiments.lab.axes import NO_SCALE
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
@@ -102,8 +103,11 @@ def of(result: Result) -> list[str]:
     if found is None and info.baseline is not None and info.on_gpu:
         told.append("no A/A arm (nothing says how far the baseline differs from itself)")
     compared = set(info.variants) - {info.aa, info.baseline}
-    if info.on_gpu and info.baseline is not None and compared and not info.every_gate:
+    gates = info.every_gate if info.scale == NO_SCALE else info.gates  # without an engine there are no tokens
+    if info.on_gpu and info.baseline is not None and compared and not gates:
         told.append("no gates (nothing says that variants compute the same)")
+    if info.on_gpu and result.repeats == 1 and "measure.repeats" in info.changed:
+        told.append("1 repeat (nothing says what varies within a process)")
     count = len(info.processes) or 1
     if count < info.processes_due and OF_PROCESSES not in info.status:  # which says how many
         told.append(f"{count} process{'es' if count > 1 else ''} (a result is made of {info.processes_due})")

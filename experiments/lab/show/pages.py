@@ -21,7 +21,7 @@ from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.figures import gallery, worth
 from experiments.lab.show.grids import INVALID
-from experiments.lab.store.result import Result, RunInfo, page_name
+from experiments.lab.store.result import COMPLETE, Result, RunInfo, page_name
 from experiments.lab.store.runs import ASKED_DIFFERENTLY, Since, asked_differently
 
 WORSE = 0.1  # the loss whose power is told
@@ -87,9 +87,10 @@ def _strip(result: Result, since: Since) -> str:
     code = {None: ["no git history here"], 0: ["as measured"]}.get(since(info), [])
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
+    lacks = "" if info.status == COMPLETE else ", not all whole"
     facts = {
         "measured": f"{info.measured}, {info.hardware}",
-        "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
+        "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}{lacks}",
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
         "INVALID": f"**{faults:,} of {len(result.rows):,}**" if faults else "none",
