@@ -8,6 +8,7 @@ its engines serve the same loads beside them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,6 +18,7 @@ from itertools import chain, product, repeat
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 
 from experiments.lab.experiment import Findings, Probe
@@ -195,8 +197,9 @@ class Disaggregation(Probe):
             if VLLM in self.variants:
                 two = _config(self.engine, TOGETHER)
                 self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self.peers.vllm)))
-            # Engines of gates end before others take their memory.
             gates, error_gates = self._gates() if self.settings.gates else ([], [])
+            gc.collect()
+            torch.cuda.empty_cache()  # what engines of gates have left in this process's allocator others need
             with EngineProcesses(keep) as self._engines:
                 if keep:
                     self._engines.start([*self._roles.values()])
