@@ -348,8 +348,8 @@ class Disaggregation(Probe):
         """Through the engines of every variant each request gets the tokens that it gets alone: of the shipped model;
         and on a GPU of the one that is measured, whose weights are random."""
         exact, roles, allowed = ExactGate(hardware.resolve(self.device)), self._roles, self.spec.gate_logit_error
-        served = [exact.of_served(name, config, partial(self._answering, name)) for name, config in roles.items()]
-        found = [replace(gate, against=gate.against.replace("over HTTP", "through processes")) for gate in served]
+        asked = ((name, config, partial(self._answering, name)) for name, config in roles.items())
+        found = [exact.of_served(*one, way="through processes") for one in asked]
         found += self._own_gates(Numerics.batch_invariant) if exact.device == "cuda" else []
         one = replace(self.engine, parallel=self.engine.parallel.of_one)
         return found, [] if allowed is None else logit_gate.gates(dict.fromkeys(roles, one), allowed)

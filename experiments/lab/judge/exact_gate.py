@@ -78,15 +78,19 @@ class ExactGate:
         return self._gates(variant, stressed, {"": ((), questions)}, _trained(stressed))[0]
 
     def of_served(
-        self, variant: str, config: EngineConfig, serve: Callable[[EngineConfig], AbstractContextManager[Ask]]
+        self,
+        variant: str,
+        config: EngineConfig,
+        serve: Callable[[EngineConfig], AbstractContextManager[Ask]],
+        way: str = "over HTTP",
     ) -> Gate:
-        """As of_probes, of the base model's tokens that `serve` brings over HTTP from a server with these settings."""
+        """As of_probes, of the base model's tokens that `serve` brings this way from engines with these settings."""
         questions = probes(whole=not config.scheduler.chunked_prefill)
         stressed = self._comparable(_stressed(replace(config, lora=LoraConfig())))
         with serve(stressed) as ask:
             found = [ask(questions) for _ in range(2)]
         right = [[token for token, _ in answer] for answer in self._asked_alone(plain(stressed), questions)]
-        against = f"{ALONE} ({_trained(stressed)}; over HTTP{self._how})"
+        against = f"{ALONE} ({_trained(stressed)}; {way}{self._how})"
         first, again = (compare(variant, "", right, tokens, against) for tokens in found)
         return first.joined(again)
 
