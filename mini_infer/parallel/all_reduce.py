@@ -214,9 +214,14 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def open_store() -> dist.TCPStore:
-    """A store on a free port of this machine, which nobody else's machine reaches. Others join it by its port."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def listen() -> socket.socket:
+    """At a free port of this machine, which nobody else's machine reaches."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def open_store(listener: socket.socket) -> dist.TCPStore:
+    """A store, which others join by the port of its listener; they may wait there for it, and are started before. Its
+    thread looks up who comes: what a test forks meanwhile would wait for ever for the C library's lock."""
     port = listener.getsockname()[1]
     descriptor = listener.detach()
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

@@ -1,4 +1,5 @@
-"""Engines over ranks, whose processes are forked from the test's: a new interpreter takes seconds to start."""
+"""Engines over ranks, whose processes are forked from the test's: a new interpreter takes seconds to start, and one
+that is forked from tests/serving's helper would not have what a test has patched."""
 
 from __future__ import annotations
 

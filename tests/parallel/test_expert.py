@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +26,7 @@ from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import require_ranks, require_shared_experts
 from mini_infer.parallel import peer_memory
-from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.all_reduce import Collectives, join_store, listen, open_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks, settled
 from mini_infer.parallel.expert_meter import Meter, traffic_of
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 def together(size: int, work: Callable[[ParallelContext], T]) -> list[T]:
     """What each of `size` ranks gets, in threads of this process. Who waits for one that failed is left waiting."""
-    store, done = open_store(), SimpleQueue()
+    store, done = open_store(listen()), SimpleQueue()
 
     def rank(number: int) -> None:
         try:
@@ -48,14 +49,19 @@ def together(size: int, work: Callable[[ParallelContext], T]) -> list[T]:
         except BaseException as error:
             done.put((number, None, error))
 
-    for number in range(size):
-        Thread(target=rank, args=(number,), daemon=True).start()
+    threads = [Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
+    for thread in threads:
+        thread.start()
     found = {}
     while len(found) < size:
         number, result, error = done.get(timeout=60)
         if error is not None:
             raise error
         found[number] = result
+    # While a thread ends, for a moment after it can be joined, it holds locks of MKL's: what a test forked then would
+    # wait for one for ever.
+    while any(Path(f"/proc/self/task/{thread.native_id}").exists() for thread in threads):
+        time.sleep(0.001)
     return [found[number] for number in range(size)]
 
 

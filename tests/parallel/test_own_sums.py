@@ -21,7 +21,7 @@ from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RankError
 from mini_infer.kernels import all_reduce as all_reduce_kernel
 from mini_infer.parallel import all_reduce, context, copied_sums, mailboxes, peer_memory
-from mini_infer.parallel.all_reduce import Collectives, open_store
+from mini_infer.parallel.all_reduce import Collectives, listen, open_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.mailboxes import Mailboxes
 from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
@@ -121,7 +121,7 @@ def test_kernels_that_are_measured_can_be_stopped(monkeypatch: pytest.MonkeyPatc
             stopped.append(self)
 
     monkeypatch.setattr(all_reduce, "Mailboxes", Measured)
-    collectives = Collectives(open_store(), 0, 1, torch.device("cpu"))
+    collectives = Collectives(open_store(listen()), 0, 1, torch.device("cpu"))
     collectives._where = torch.device("cuda")
     kernels: Any = SimpleNamespace(all_reduce=object())
     collectives.open(kernels, 32, [torch.float32])

@@ -21,7 +21,7 @@ from mini_infer.core.errors import RankError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels, select_kernels
-from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.all_reduce import Collectives, join_store, listen, open_store
 from mini_infer.parallel.context import ParallelContext
 
 pytestmark = [
@@ -120,7 +120,7 @@ def let_go(context: ParallelContext, late_end: threading.Timer, graphs: dict[Any
 
 def on_two_gpus(work: Callable[..., None]) -> None:
     """`work` of a rank, the port of a store that the ranks find each other through, and rank 0's own."""
-    processes, store = torch.multiprocessing.get_context("spawn"), open_store()
+    processes, store = torch.multiprocessing.get_context("spawn"), open_store(listen())
     other = processes.Process(target=work, args=(1, store.port), daemon=True)
     other.start()
     work(0, store.port, store)

@@ -24,7 +24,7 @@ from experiments.lab.spec import ExperimentSpec, Floating, Positive, Several
 from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
-from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.all_reduce import Collectives, join_store, listen, open_store
 from mini_infer.parallel.context import ParallelContext
 
 LIMIT_S = 300.0  # of a variant at a point
@@ -70,12 +70,14 @@ class OverRanks(Probe):
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
         self._ranks: list[PeerProcess] = []
-        store, limit = open_store(), ProcessSettings(timeout_s=LIMIT_S)
+        listener, limit = listen(), ProcessSettings(timeout_s=LIMIT_S)
+        port = listener.getsockname()[1]
         with ExitStack() as processes:
             for rank in range(self.spec.ranks):
-                more: dict[str, Any] = {"make": partial(self.rank, rank, spec=self.spec), "port": store.port}
+                more: dict[str, Any] = {"make": partial(self.rank, rank, spec=self.spec), "port": port}
                 process = PeerProcess(f"rank {rank}", __name__, self.engine, limit, wait=False, **more)
                 self._ranks.append(processes.enter_context(closing(process)))
+            self._store = open_store(listener)
             for process in self._ranks:
                 process.ready()
             findings = super().measure(steps)

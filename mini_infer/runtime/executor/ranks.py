@@ -29,7 +29,7 @@ from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import MiniInferError, ModelError, RankError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.modeling.loader import resolve_device
-from mini_infer.parallel.all_reduce import open_store, wait_for
+from mini_infer.parallel.all_reduce import listen, open_store, wait_for
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime.executor.local import LocalExecutor
 from mini_infer.runtime.executor.plan_ring import KEPT, Call, PlanRing, RingFiles
@@ -57,11 +57,12 @@ class RanksExecutor(LocalExecutor):
         """Raises RankError where another rank cannot start, and else as LocalExecutor."""
         size, parallel = config.parallel.ranks, ParallelContext.of(0, config.parallel)
         device = resolve_device(config.model, parallel)
-        store = open_store()
+        listener = listen()
         files = RingFiles.create(size)
-        self._ranks = ranks = Ranks(config, store.port, files)
+        self._ranks = ranks = Ranks(config, listener.getsockname()[1], files)
         self._end = weakref.finalize(self, ranks.stop)
         with ranks.blamed():
+            store = open_store(listener)
             ranks.watch()
             for rank in range(1, size):
                 wait_for(store, f"rank {rank} is there", ranks.require_alive)
