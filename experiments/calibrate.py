@@ -24,6 +24,7 @@ from experiments.lab.axes import CONF
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
+from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
@@ -99,9 +100,10 @@ class Calibrate(Experiment):
     def measure(self, steps: Steps) -> Findings:
         # Steps that leave out some of the work are short; of the loads' own tokens nobody knows which are right.
         device = hardware.resolve(self.device)
-        gated, allowed = self.settings.gates, self.spec.gate_logit_error
-        gates = [ExactGate(device).of_probes(VARIANT, self.engine)] if gated else []
-        errors = logit_gate.gates({VARIANT: self.engine}, allowed) if gated and allowed is not None else []
+        gates, errors = list[Gate](), list[ErrorGate]()
+        if self.settings.gates:
+            gates = [ExactGate(device).of_probes(VARIANT, self.engine)]
+            errors = logit_gate.gates({VARIANT: self.engine}, self.spec.gate_logit_error)
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
         with closing(engine):

@@ -8,7 +8,6 @@ its engines serve the same loads beside them.
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -18,7 +17,6 @@ from itertools import chain, product, repeat
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 
 from experiments.lab.experiment import Findings, Probe
@@ -198,8 +196,7 @@ class Disaggregation(Probe):
                 two = _config(self.engine, TOGETHER)
                 self._peer = beside.enter_context(closing(PeerReplicas(Kind.vllm, two, self.peers.vllm)))
             gates, error_gates = self._gates() if self.settings.gates else ([], [])
-            gc.collect()
-            torch.cuda.empty_cache()  # what engines of gates have left in this process's allocator others need
+            hardware.give_back()
             with EngineProcesses(keep) as self._engines:
                 if keep:
                     self._engines.start([*self._roles.values()])
@@ -347,12 +344,12 @@ class Disaggregation(Probe):
     def _gates(self) -> tuple[list[Gate], list[ErrorGate]]:
         """Through the engines of every variant each request gets the tokens that it gets alone: of the shipped model;
         and on a GPU of the one that is measured, whose weights are random."""
-        exact, roles, allowed = ExactGate(hardware.resolve(self.device)), self._roles, self.spec.gate_logit_error
+        exact, roles = ExactGate(hardware.resolve(self.device)), self._roles
         asked = ((name, config, partial(self._answering, name)) for name, config in roles.items())
         found = [exact.of_served(*one, way="through processes") for one in asked]
         found += self._own_gates(Numerics.batch_invariant) if exact.device == "cuda" else []
         one = replace(self.engine, parallel=self.engine.parallel.of_one)
-        return found, [] if allowed is None else logit_gate.gates(dict.fromkeys(roles, one), allowed)
+        return found, logit_gate.gates(dict.fromkeys(roles, one), self.spec.gate_logit_error)
 
     def _own_gates(self, numerics: Numerics) -> list[Gate]:
         """Of the model as it is measured: prompts of the measured lengths and shorter ones, half of them greedy."""

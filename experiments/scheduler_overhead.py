@@ -68,13 +68,8 @@ class OverheadSpec(ExperimentSpec):
 class SchedulerOverhead(Probe):
     reads = (
         *("engine.cache.block_size", "engine.cache.layout", "engine.cache.prefix_caching", "engine.scheduler.policy"),
-        *(
-            "engine.scheduler.batching",
-            "engine.scheduler.chunked_prefill",
-            "measure.gates",
-            "measure.repeats",
-            "measure.seed",
-        ),
+        *("engine.scheduler.batching", "engine.scheduler.chunked_prefill"),
+        *("measure.gates", "measure.repeats", "measure.seed"),
     )
     spec: OverheadSpec
     device = Device.cpu

@@ -130,6 +130,7 @@ def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     """What a run would measure. Raises as `settled`."""
     from experiments.lab.ablation_spec import AblationSpec, require_files
+    from experiments.lab.judge.knees import SEARCH
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.spec import PREDICTED
     from experiments.lab.store import result as store
@@ -173,7 +174,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
             lines.append(f"time      {_time(took)} on {info.hardware}, on {info.measured}")
             continue
         arms = max(1, len(info.variants) - (info.aa is not None))
-        planned = [name for name in info.points if not name.startswith("search")]
+        planned = [name for name in info.points if not name.startswith(SEARCH)]
         before = arms * len(planned) * then["repeats"] * then.get("processes", 1)  # older ones: of one
         searches = " and their searches" * (len(planned) < len(info.points))
         passed = f"{_time(took)} for {before} passes{searches} on {info.measured}"

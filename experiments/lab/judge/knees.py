@@ -16,7 +16,8 @@ from experiments.lab.store.rows import Row, Turn
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
 GOODPUT = "goodput_rps"
-PASS = "search at "  # begins the name of the point of each of its passes
+SEARCH = "search"  # the point that it is, and
+PASS = f"{SEARCH} at "  # what begins the name of that of each of its passes
 
 
 def share(config: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 import subprocess
@@ -93,6 +94,12 @@ def resolve(device: Device) -> str:
     if device is not Device.auto:
         return device.value
     return "cuda" if _torch().cuda.is_available() else "cpu"
+
+
+def give_back() -> None:
+    """What engines that have ended left in this process's allocator, which whoever comes next on the GPU needs."""
+    gc.collect()
+    _torch().cuda.empty_cache()
 
 
 def key(device: str) -> str:

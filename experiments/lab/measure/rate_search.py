@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.lab.judge import formulas
-from experiments.lab.judge.knees import FOUND, KEPT, PASS
+from experiments.lab.judge.knees import FOUND, KEPT, PASS, SEARCH
 from experiments.lab.points import Point
 from experiments.lab.spec import IN_TIME, RATE, Checked, FromZero, Natural, Positive, PositiveShare
 from experiments.lab.store.rows import NOT_SHOWN, Row
@@ -94,7 +94,7 @@ class RateSearch(Checked, section="experiment.search"):
     @property
     def result(self) -> list[Point]:
         """Where what is found stands; none where nothing is searched."""
-        return [Point("search", dict(self.at), {"search": "result"})] if self.rates else []
+        return [Point(SEARCH, dict(self.at), {"search": "result"})] if self.rates else []
 
 
 class Undecided(Exception):

@@ -9,7 +9,6 @@ asked.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
@@ -81,9 +80,8 @@ class Peers:
         Raises PeerAbsent, ConfigError and PeerError, as PeerProcess does.
         """
         device = hardware.resolve(config.model.device)
-        if device == CUDA:  # what an engine has left lies in this process's allocator, and the next one needs it
-            gc.collect()
-            torch.cuda.empty_cache()
+        if device == CUDA:
+            hardware.give_back()
         if kind.can.client_of is not None:
             server = self.open(kind.can.client_of, config)
             assert isinstance(server, over_http.OverHTTP)

@@ -273,10 +273,8 @@ def _readme_table(results: Sequence[Result], since: Since) -> str:
         result = sorted(runs, key=rank)[-1]
         info, mark = result.info, ", ".join(badges(result))
         named = f", with {overrides(info)}" if overrides(info) else ""
-        told, age = (
-            f"{sentence(result)} {mark}".rstrip(),
-            ", ".join([info.measured, info.hardware, *moved(info, since)]),
-        )
+        told = f"{sentence(result)} {mark}".rstrip()
+        age = ", ".join([info.measured, info.hardware, *moved(info, since)])
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), age))
     return wording.table(("", "found", "claims", "measured"), lines)
 

@@ -208,12 +208,16 @@ class Result:
         return {(row.variant, row.point, row.process, row.repeat) for row in self.rows if not row.is_fault}
 
     @cached_property
-    def traced(self) -> tuple[RequestRow, ...]:
-        """What figures are made of: of each variant and point the requests of the first pass that counts."""
+    def counted(self) -> tuple[RequestRow, ...]:
+        """The requests of passes that count."""
         by_rows = ((r, (r.variant, r.point, r.process, r.repeat) in self.counting) for r in self.requests)
-        own = [r for r, counts in by_rows if (counts if r.valid is None else r.valid)]
-        first = {(r.variant, r.point): (r.process, r.repeat) for r in reversed(own)}
-        return tuple(r for r in own if (r.process, r.repeat) == first[r.variant, r.point])
+        return tuple(r for r, counts in by_rows if (counts if r.valid is None else r.valid))
+
+    @cached_property
+    def traced(self) -> tuple[RequestRow, ...]:
+        """Of each variant and point the requests of the first pass that counts, as a timeline has them."""
+        first = {(r.variant, r.point): (r.process, r.repeat) for r in reversed(self.counted)}
+        return tuple(r for r in self.counted if (r.process, r.repeat) == first[r.variant, r.point])
 
 
 def page_name(info: RunInfo) -> str:

@@ -116,15 +116,13 @@ def waits_of(result: Result) -> list[Waits]:
     stored by group. Of more variants than can be told apart those that claims name go first. Left out is where no
     variant's times differ by more than a little."""
     stepped = {step.point for step in result.steps}
-    passes = [r for r in result.requests if r.valid is not False
-              and (r.variant, r.point, r.process, r.repeat) in result.counting]  # fmt: skip
-    stored = Counter(r.point for r in passes if not stepped or r.point in stepped) or Counter(stepped)
+    stored = Counter(r.point for r in result.counted if not stepped or r.point in stepped) or Counter(stepped)
     claimed = effects.of_claims(result)
     point = next((p for p in (*(e.cell[1] for e in claimed), *dict(stored.most_common())) if p in stored), "")
     named = [cell[0] for effect in claimed for cell in (effect.reference, effect.cell) if cell is not None]
     few = list(dict.fromkeys([*named, *result.info.variants]))[:MANY]
     group, of_gaps = (_group(begins, result) for begins in ("ttft_", "itl_"))
-    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in passes if r.point == point
+    waited = [(r.variant, 1e3 * (r.first_token_s - r.arrival_s)) for r in result.counted if r.point == point
               and group in ("", r.name) and r.first_token_s is not None and r.end_s is not None]  # fmt: skip
     firsts = {v: (ms, [1.0] * len(ms)) for v in few if (ms := [took for variant, took in waited if variant == v])}
     gaps: dict[str, Weighted] = {}
