@@ -156,7 +156,8 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     return kind
 
 
-def _at_points(config: DictConfig) -> Iterator[DictConfig]:
+def at_points(config: DictConfig) -> Iterator[DictConfig]:
+    """The parts that points may change, at each of them."""
     asked = schema.of_points(config)
     for point in points.grid(schema.plain(config.experiment).get("points") or {}):
         yield schema.with_values(asked, point.values)
@@ -165,14 +166,14 @@ def _at_points(config: DictConfig) -> Iterator[DictConfig]:
 def engines(config: DictConfig) -> Iterator[tuple[Kind, EngineConfig]]:
     """Every variant at every point. Raises ConfigError."""
     variants = schema.plain(config.experiment).get("variants") or {}
-    for at_point in _at_points(config):
+    for at_point in at_points(config):
         for name, changes in variants.items():
             yield made(at_point, name, changes or {})
 
 
 def require_files(config: DictConfig) -> None:
     """Raises ConfigError where a file that requests of some point are made of is missing, or is not sound."""
-    for at_point in _at_points(config):
+    for at_point in at_points(config):
         schema.workload(at_point).require_files()
 
 

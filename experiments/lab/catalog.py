@@ -5,20 +5,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.lab import schema
+from hydra import compose, initialize_config_dir
+
+from experiments.lab import schema, typed
+from experiments.lab.ablation_spec import AblationSpec, require_files
 from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import require_known
+from experiments.lab.judge.knees import SEARCH
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.schema import SHORT
+from experiments.lab.spec import PREDICTED
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model_files import local_folder, safetensors_files
-
-if TYPE_CHECKING:
-    from experiments.lab.typed import Settled
 
 POINTS = "experiment.points."
 LEFT_OUT = "~experiment.variants."
@@ -64,13 +67,10 @@ def chosen(arguments: Sequence[str]) -> str:
     return named[0] if len(named) == 1 and named[0].isidentifier() else "*" * bool(named)
 
 
-def experiments(conf: Path) -> dict[str, Any]:
-    return {name: read(conf / "experiment" / f"{name}.yaml") for name in experiment_names(conf)}
-
-
 def experiment_list(conf: Path) -> str:
     rows = []
-    for name, node in experiments(conf).items():
+    for name in experiment_names(conf):
+        node = read(conf / "experiment" / f"{name}.yaml")
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
         ways = [f"+{way}" for way in node.get("via") or {}]
         rows.append((name, " ".join([*scales, *ways]), (node.get("experiment") or {}).get("question", "")))
@@ -113,12 +113,8 @@ Examples
 --hydra-help tells about Hydra's own flags."""
 
 
-def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
+def settled(experiment: str, overrides: Sequence[str], root: Path) -> typed.Settled:
     """The config of a run. Raises ConfigError as a run would; Hydra's own errors come as they are."""
-    from hydra import compose, initialize_config_dir
-
-    from experiments.lab import typed
-
     conf = root / "conf"
     require_known("unknown experiment", [experiment], experiment_names(conf))
     schema.register(conf, experiment)
@@ -129,11 +125,7 @@ def settled(experiment: str, overrides: Sequence[str], root: Path) -> Settled:
 
 def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     """What a run would measure. Raises as `settled`."""
-    from experiments.lab.ablation_spec import AblationSpec, require_files
-    from experiments.lab.judge.knees import SEARCH
-    from experiments.lab.measure.kinds import Kind
-    from experiments.lab.spec import PREDICTED
-    from experiments.lab.store import result as store
+    from experiments.lab.store import result as store  # heavy, and `--help` reads no results
 
     run = settled(experiment, overrides, root)
     require_files(run.config)

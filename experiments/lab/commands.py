@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-RUN = "a result file (.json or .csv), or experiment[/scale.via[/hardware[/run]]]: what is left out must be the only one"
+from mini_infer.core.errors import ConfigError
+
+Arguments = dict[str, dict[str, Any]]  # as argparse takes them
+NAME = "experiment[/scale.via[/hardware[/run]]]"
+WHICH = f"a result file (.json or .csv), or {NAME}: what is left out must be the only one"
+RESULTS: Arguments = {"--results": {"type": Path, "metavar": "DIR", "help": "default: results/"}}
+RUN: Arguments = {**RESULTS, "run": {"metavar": "RUN", "help": WHICH}}
 
 
 @dataclass(frozen=True)
 class Command:
     usage: str  # what may follow its name
     help: str
-    run: Callable[[Sequence[str], Path], None]  # the arguments after its name, and the folder of run.py
+    work: Callable[[Namespace, Path], None]  # of what was typed, and the folder of run.py
+    arguments: Arguments
+
+    def run(self, arguments: Sequence[str], root: Path) -> None:
+        name = next(name for name, command in COMMANDS.items() if command is self)
+        parser = ArgumentParser(prog=f"python run.py {name}", description=self.help, allow_abbrev=False)
+        for argument, settings in self.arguments.items():
+            parser.add_argument(argument, **settings)
+        parser.set_defaults(**{folder: root / folder for folder in ("results", "reports")})
+        self.work(parser.parse_args(arguments), root)
 
 
-def report(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("report", root / "results")
-    parser.add_argument("--reports", type=Path, default=root / "reports", metavar="DIR", help="default: reports/")
-    chosen = parser.parse_args(arguments)
+def report(chosen: Namespace, root: Path) -> None:
     from experiments.lab.show.report import rebuild
     from experiments.lab.store.runs import exclusive
 
@@ -32,14 +45,9 @@ def report(arguments: Sequence[str], root: Path) -> None:
         print(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
-def compare(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("compare", root / "results")
-    parser.add_argument("A", nargs="?", help=f"{RUN}; with --rev it may be left out, for all that differ")
-    parser.add_argument("B", nargs="?", help="likewise; left out with --rev")
-    parser.add_argument("--rev", help="compares what was published at this revision of git (A) with what A is now (B)")
-    chosen = parser.parse_args(arguments)
+def compare(chosen: Namespace, root: Path) -> None:
     if (chosen.B is None) == (chosen.rev is None):
-        parser.error("name two runs, or one and --rev REVISION, or --rev REVISION alone for all runs that differ")
+        raise ConfigError("name two runs, or one and --rev REVISION, or --rev REVISION alone for all runs that differ")
     from experiments.lab.show.compare import compare as compared
     from experiments.lab.show.compare import since
     from experiments.lab.store import runs
@@ -55,36 +63,26 @@ def compare(arguments: Sequence[str], root: Path) -> None:
             print(compared(runs.published(first, chosen.rev, Path(folder)), first, chosen.rev))
 
 
-def stale(arguments: Sequence[str], root: Path) -> None:
-    chosen = _parser("stale", root / "results").parse_args(arguments)
-    from experiments.lab.store import result as store
+def stale(chosen: Namespace, root: Path) -> None:
     from experiments.lab.store import runs
+    from experiments.lab.store.result import read_all
 
-    print(runs.table(store.read_all(chosen.results), root))
+    print(runs.table(read_all(chosen.results), root))
 
 
-def list_experiments(arguments: Sequence[str], root: Path) -> None:
-    _parser("list").parse_args(arguments)
+def list_experiments(chosen: Namespace, root: Path) -> None:
     from experiments.lab import catalog
 
     print(catalog.experiment_list(root / "conf"))
 
 
-def show(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("show")
-    parser.add_argument("experiment")
-    parser.add_argument("override", nargs="*", help="as for a run: scale=7b via=http workload.count=8 ...")
-    chosen = parser.parse_args(arguments)
+def show(chosen: Namespace, root: Path) -> None:
     from experiments.lab import catalog
 
     print(catalog.outlook(chosen.experiment, chosen.override, root))
 
 
-def trace(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("trace", root / "results")
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("--out", type=Path, help="default: outputs/<page>-<hardware>-<run>.trace.json")
-    chosen = parser.parse_args(arguments)
+def trace(chosen: Namespace, root: Path) -> None:
     from experiments.lab.show import perfetto
     from experiments.lab.store import result as store
     from experiments.lab.store import runs
@@ -96,11 +94,7 @@ def trace(arguments: Sequence[str], root: Path) -> None:
     print(f"{path}: {count:,} events. Open it in ui.perfetto.dev or chrome://tracing.")
 
 
-def predict(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("predict", root / "results")
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("override", nargs="*", help="workload.path=FILE, where the run's trace lies elsewhere now")
-    chosen = parser.parse_args(arguments)
+def predict(chosen: Namespace, root: Path) -> None:
     from experiments.lab.predict import again
     from experiments.lab.store import runs
 
@@ -108,26 +102,23 @@ def predict(arguments: Sequence[str], root: Path) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "list": Command("", "the experiments, with their scales and questions", list_experiments),
-    "show": Command("EXPERIMENT [key=value ...]", "what a run would measure, and how long the last one took", show),
-    "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
+    "list": Command("", "the experiments, with their scales and questions", list_experiments, {}),
+    "show": Command("EXPERIMENT [key=value ...]", "what a run would measure, and how long the last one took", show, {
+        "experiment": {}, "override": {"nargs": "*", "help": "as for a run: scale=7b via=http workload.count=8 ..."}}),
+    "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report, {
+        **RESULTS, "--reports": {"type": Path, "metavar": "DIR", "help": "default: reports/"}}),
     "compare": Command(
-        "A B | [A] --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
-    ),
-    "stale": Command("", "results whose code or question has changed since they were measured", stale),
+        "A B | [A] --rev REVISION", "two results side by side: two commits, two machines, two settings", compare, {
+            **RESULTS,
+            "A": {"nargs": "?", "help": f"{WHICH}; with --rev it may be left out, for all that differ"},
+            "B": {"nargs": "?", "help": "likewise; left out with --rev"},
+            "--rev": {"help": "compares what was published at this revision of git (A) with what A is now (B)"}}),
+    "stale": Command("", "results whose code or question has changed since they were measured", stale, RESULTS),
     "predict": Command(
         "RUN [workload.path=FILE]",
-        "the predictions of a stored run, made anew or for the first time, by the costs of today",
-        predict,
-    ),
-    "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
-}
-
-
-def _parser(name: str, results: Path | None = None) -> argparse.ArgumentParser:
-    """Of a command that reads results, those are its default folder."""
-    about = COMMANDS[name].help
-    parser = argparse.ArgumentParser(prog=f"python run.py {name}", description=about, allow_abbrev=False)
-    if results is not None:
-        parser.add_argument("--results", type=Path, default=results, metavar="DIR", help="default: results/")
-    return parser
+        "the predictions of a stored run, made anew or for the first time, by the costs of today", predict, {
+            **RUN,
+            "override": {"nargs": "*", "help": "workload.path=FILE, where the run's trace lies elsewhere now"}}),
+    "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace, {
+        **RUN, "--out": {"type": Path, "help": "default: outputs/<page>-<hardware>-<run>.trace.json"}}),
+}  # fmt: skip

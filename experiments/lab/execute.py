@@ -118,10 +118,8 @@ def _result(
     experiment: Experiment, findings: Findings, name: str, run: str, origin: store.Provenance, settled: typed.Settled
 ) -> store.Result:
     spec, axes = experiment.spec, settled.axes
-    found = {f.name: getattr(findings, f.name) for f in fields(Findings)}
-    found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
-    of_info = {f.name for f in fields(store.RunInfo)}
-    same = {key: found[key] for key in of_info & found.keys() - {"points", "ceilings"}}
+    found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(findings).items()}
+    same = {f.name: found[f.name] for f in fields(store.RunInfo) if f.name in found.keys() - {"points", "ceilings"}}
     said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target")}
     info = store.RunInfo(
         experiment=name,
@@ -150,7 +148,6 @@ def _result(
 
 
 def _stated(settled: typed.Settled) -> dict[str, Any]:
-    """The config as the result states it."""
     return {key: value for key, value in schema.plain(settled.config).items() if key not in typed.INTERNAL}
 
 

@@ -21,8 +21,9 @@ from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
 
 ADDRESS = "peers.http.url"
-PLACES = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", ADDRESS)
-# What a page's name says already; PLACES say where things are, and not what is measured.
+HERE = ("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath")
+PLACES = (*HERE, ADDRESS)  # say where things are, and not what is measured
+# What a page's name says already.
 NOT_CHANGES = ("experiment", "scale", "via", "hardware", "model", "engine.model.path")
 VARIANTS = "experiment.variants."
 # How the names of metrics end whose values are a machine's, and no other one's: times, rates, shares of what it can do.
@@ -42,10 +43,9 @@ NEEDS: dict[str, Sequence[str]] = {
     "engine.model.dry": ["model.load_format"],
 }
 INTERNAL = {"axes", "scales", "via"}  # of the config: what `scale` and `via` choose
-# May be typed of any.
-_PLACES = [place for place in PLACES if place != ADDRESS]
-EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "measure.without", "hydra", *_PLACES)
+EVERYWHERE = ("experiment", "measure.processes", "measure.threads", "measure.without", "hydra", *HERE)  # of any
 MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that say which model it is
+Asked = Sequence[tuple[Override, str]]  # what was typed, and each setting that it changes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Settled:
 def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Settled:
     """Raises ConfigError where something that was typed would have no effect."""
     typed = OverridesParser.create().parse_overrides(list(overrides))
-    _require_known(typed)
+    asked = [(one, key) for one in typed for key in _keys(one)]
+    _require_known(asked)
     default = axes.check(config, experiment)
     config = config.copy()
     OmegaConf.set_struct(config, False)
@@ -69,20 +70,18 @@ def settle(config: DictConfig, experiment: str, overrides: Sequence[str]) -> Set
     notes = [*_leave_out(config), *_narrow(config, experiment)]
     _require_not_varied(config, typed, experiment)
     notes += _fit_workload(config, experiment)
-    _require_switched_on(config, typed)
-    _require_read(config, typed, experiment)
-    if (asked := config.measure.repeats) % 2 and asked > 1:
-        config.measure.repeats = asked + 1
+    _require_switched_on(config, asked)
+    _require_read(config, asked, experiment)
+    if (repeats := config.measure.repeats) % 2 and repeats > 1:
+        config.measure.repeats = repeats + 1
         why = "variants take turns in ABBA order, which an odd number does not balance"
-        notes.append(f"measure.repeats={asked} was rounded up to {asked + 1}: {why}.")
+        notes.append(f"measure.repeats={repeats} was rounded up to {repeats + 1}: {why}.")
     notes += [*_drop_bounds(config, experiment), *_rename(config, typed)]
     changed = _changed(config, typed)
     notes += _say(config, changed)
-    first = points.grid(schema.plain(config.experiment).get("points") or {})[0].values
-    schema.workload(schema.with_values(schema.of_points(config), first))  # to find what it does not know
+    schema.workload(next(ablation_spec.at_points(config)))  # to find what it does not know
     OmegaConf.set_struct(config, True)
-    chosen = schema.build(axes.Axes, config.axes, "axes")
-    return Settled(config, chosen, default, changed, tuple(notes))
+    return Settled(config, schema.build(axes.Axes, config.axes, "axes"), default, changed, tuple(notes))
 
 
 def _changed(config: DictConfig, typed: Sequence[Override]) -> dict[str, str]:
@@ -106,14 +105,11 @@ def _say(config: DictConfig, changed: Mapping[str, str]) -> list[str]:
     """What is not as the experiment has it, on the page and in the labels of variants."""
     said = [f"{VARIANTS}{name}" for name in config.measure.without]
     own = {key: value for key, value in changed.items() if key.startswith("experiment.") and key not in said}
-    of_variants: dict[str, list[str]] = {}
-    for key, value in own.items():
-        name, _, setting = key.partition(VARIANTS)[2].partition(".")
-        if setting and f"{VARIANTS}{name}.label" not in own:
-            of_variants.setdefault(name, []).append(f"{setting.rpartition('.')[2]} {value}")
-    for name, told in of_variants.items():
-        if isinstance(variant := config.experiment.variants.get(name), DictConfig):
-            variant.label = f"{variant.get('label') or name.replace('_', ' ')} ({', '.join(told)})"
+    for name, variant in (config.experiment.get("variants") or {}).items():
+        keys = [key for key in own if key.startswith(f"{VARIANTS}{name}.")]
+        if keys and f"{VARIANTS}{name}.label" not in own and isinstance(variant, DictConfig):
+            told = ", ".join(f"{key.rpartition('.')[2]} {own[key]}" for key in keys)
+            variant.label = f"{variant.get('label') or name.replace('_', ' ')} ({told})"
     text = ", ".join(f"{key.removeprefix('experiment.')}={value}" for key, value in own.items())
     return [f"Not as the experiment has it: {text}."] if own else []
 
@@ -137,8 +133,8 @@ def _leave_out(config: DictConfig) -> list[str]:
     require_known("experiment.variants has no", gone, known)
     for name in gone:
         del known[name]
-    about, what = set(gone), "about what is not measured"
-    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
+    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & {*gone},
+                        "about what is not measured")  # fmt: skip
     return [f"Measured without {', '.join(gone)}.{lost}"]
 
 
@@ -167,19 +163,19 @@ def _drop_claims(config: DictConfig, kept: Callable[[Any], bool], why: str) -> s
     return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
 
 
-def _require_known(typed: Sequence[Override]) -> None:
+def _require_known(asked: Asked) -> None:
     """`+foo=1` would be merged, and read by nobody."""
     settings = {f.name for f in fields(schema.RunConfig)} - INTERNAL | {"hydra"}
     groups = {path.name for path in axes.CONF.iterdir() if path.is_dir()} - {"costs"}  # which are read, not chosen
-    for key in (key for one in typed for key in _keys(one)):
+    for _, key in asked:
         root = key.replace("/", ".").partition(".")[0]
         if root not in settings:
             raise ConfigError(f"unknown setting {key!r}{suggest(root, sorted(settings | groups))}")
 
 
-def _require_switched_on(config: DictConfig, typed: Sequence[Override]) -> None:
+def _require_switched_on(config: DictConfig, asked: Asked) -> None:
     """Raises ConfigError for a setting of a mechanism that is off in all that is measured."""
-    needing = [(one, key, n) for one in typed for key in _keys(one) for n in NEEDS if points.within(key, [n])]
+    needing = [(one, key, of) for one, key in asked for of in NEEDS if points.within(key, [of])]
     if not needing or config.experiment.get("_target_") != ablation_spec.ABLATION:
         return
     alone, measured, default = config.measure.system, list(ablation_spec.engines(config)), EngineConfig()
@@ -193,9 +189,9 @@ def _require_switched_on(config: DictConfig, typed: Sequence[Override]) -> None:
             raise ConfigError(f"{one.input_line}: {key} does nothing while {off}: change that, too, or leave it out")
 
 
-def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
-    asked, who = [(one, key) for one in typed for key in _keys(one) if not points.within(key, EVERYWHERE)], experiment
-    if not asked:
+def _require_read(config: DictConfig, asked: Asked, experiment: str) -> None:
+    own, who = [(one, key) for one, key in asked if not points.within(key, EVERYWHERE)], experiment
+    if not own:
         return
     if config.experiment.get("_target_") == ablation_spec.ABLATION:
         kinds = ablation_spec.kinds(config)
@@ -203,7 +199,7 @@ def _require_read(config: DictConfig, typed: Sequence[Override], experiment: str
         who = next(iter(kinds)).label if len(kinds) == 1 else experiment
     else:
         reads = schema.experiment_class(config).reads
-    for one, key in asked:
+    for one, key in own:
         if not points.within(key, reads):
             way = f"leave it out{', or add via=url' if key == ADDRESS else ''}"
             unread = f"{who} does not read {key}, and would measure the same: {way}"
@@ -247,7 +243,9 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
             elif not (axis in known or isinstance(values, Mapping) or axis.startswith(("workload.", "engine."))):
                 ways = "an axis it has, or names with their settings, {name: {workload.count: 8}}"
                 raise ConfigError(f"experiment.points has no {axis!r}: give a key of workload or engine, {ways}")
-            known = {name: of for name, of in known.items() if name == axis or not _sets(of, axis)} | {axis: values}
+            others = {name: of for name, of in known.items() if not isinstance(of, Mapping) or name == axis
+                      or not any(axis in bundle for bundle in of.values())}  # fmt: skip
+            known = others | {axis: values}
     if known == own:
         return []
     config.experiment.points = known
@@ -270,11 +268,6 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     gone = ", ".join(axis for axis in own if axis not in known)
     taken = f" in the place of {gone}" if gone else ""
     return [f"Measured at other points than the experiment's own: {of}{taken}.{lost}"]
-
-
-def _sets(values: Any, key: str) -> bool:
-    """Whether an axis has names for settings, that one among them."""
-    return isinstance(values, Mapping) and any(key in bundle for bundle in values.values())
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:

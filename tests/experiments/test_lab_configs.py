@@ -23,7 +23,7 @@ from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-EXPERIMENTS = catalog.experiments(CONF)
+EXPERIMENTS = {name: axes.read(CONF / f"experiment/{name}.yaml") for name in catalog.experiment_names(CONF)}
 EVERY = [
     (name, scale, via)
     for name, node in EXPERIMENTS.items()

@@ -223,8 +223,7 @@ class Arriving(Workload):
         first = [index for index, item in enumerate(inputs.measured) if item.follows is None]
         times = [0.0] * len(first)
         if self.rate_per_s is not None:
-            cv = 1.0 if self.cv is None else self.cv
-            times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
+            times = gamma_times(len(first), self.rate_per_s, self.cv or 1.0, generator(seed, "arrivals"))
         due: dict[int, float | None] = dict(zip(first, times, strict=True))
         scheduled = (replace(item, arrival_s=due.get(index)) for index, item in enumerate(inputs.measured))
         return replace(inputs, measured=tuple(scheduled))
