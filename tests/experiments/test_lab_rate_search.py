@@ -36,8 +36,8 @@ def build(compose_config):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """The machine that runs the tests is busy: a client that falls behind, and what a pass does beside its requests, are
-    nothing that they are about."""
+    """The machine that runs the tests is busy: neither a client that falls behind nor what a pass does beside its
+    requests is what they are about."""
     for allowed in ("LAG_S", "OUTSIDE_S", "EDGE_S", "LITTLE_S"):
         monkeypatch.setattr(validity, allowed, 10.0)
 
