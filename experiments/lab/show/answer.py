@@ -40,14 +40,14 @@ def sentence(result: Result) -> str:
     # The first and where its variant loses; what else was missed or is worse; the next of another metric; what guards
     # against a loss; and while there is room whatever comes next.
     first, rest = claimed[0], claimed[1:]
-    worst = [each for each in [effects.worst_elsewhere(result, first)] if each is not None]
+    worst = effects.worst_elsewhere(result, first)
     lost = [effect for effect in rest if effect.missed or effect.told < 0][:1]
     others = [effect for effect in rest if effect.metric != first.metric][:1]
     guards = [effect for effect in reversed(rest) if effect.guards][:1]
     key = lambda effect: (effect.metric, effect.cell, effect.reference)  # noqa: E731
-    found = list({key(effect): effect for effect in [first, *worst, *lost, *others, *guards]}.values())[:MOST]
-    known = [key(effect) for effect in found]
-    found += [effect for effect in rest if key(effect) not in known][: max(0, PARTS - len(found))]
+    chosen = {key(effect): effect for effect in [first, *worst, *lost, *others, *guards]}
+    count = max(PARTS, min(MOST, len(chosen)))
+    found = [*chosen.values(), *(effect for effect in rest if key(effect) not in chosen)][:count]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     parts = told_once(found, info)

@@ -112,16 +112,15 @@ def _of_judgements(effect: Effect, own: Sequence[Judgement], info: RunInfo) -> E
     )
 
 
-def worst_elsewhere(result: Result, effect: Effect) -> Effect | None:
-    """Where the mechanism costs most of the metric, of the points that `effect` is not of; None where it costs nothing
-    that is shown."""
+def worst_elsewhere(result: Result, effect: Effect) -> list[Effect]:
+    """Where the mechanism costs most of the metric, of the points that `effect` is not of, if that is shown."""
     info, (variant, point) = result.info, effect.cell
-    if effect.reference is None or effect.reference[0] != info.baseline or effect.at_another_point:
-        return None
+    if info.baseline is None or effect.reference != (info.baseline, point):
+        return []
     others = [at for at in info.points if at != point and not is_scheduled(effect.metric, at, info)]
     found = (between(result, effect.metric, (variant, at), (info.baseline, at)) for at in others)
     worse = {each.gain.median: each for each in found if each.gain is not None and each.told < 0}
-    return worse[min(worse)] if worse else None
+    return [worse[least] for least in sorted(worse)[:1]]
 
 
 def shown(result: Result, most: int) -> list[Effect]:

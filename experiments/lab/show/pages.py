@@ -219,12 +219,12 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since,
         MARK,
         "# Reports",
         ABOUT,
-        *filter(None, [tests]),
+        tests,
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def in_matrix(results: Sequence[Result]) -> list[RunInfo]:
@@ -261,7 +261,9 @@ def _readme_table(results: Sequence[Result], since: Since) -> str:
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
-    rank = lambda r: (-order.index(column(r.info)), _billions(r.info))  # noqa: E731
+    # A scale's name begins with the billions of its model's parameters, where it says them: 0_6b, 7b.
+    size = lambda info: [float(n.replace("_", ".")) for n in re.findall(r"^(\d+(?:_\d+)?)b", info.scale)]  # noqa: E731
+    rank = lambda r: (-order.index(column(r.info)), size(r.info))  # noqa: E731
     lines = []
     for _, runs in groupby(own, key=lambda r: r.info.experiment):
         result = sorted(runs, key=rank)[-1]
@@ -271,12 +273,6 @@ def _readme_table(results: Sequence[Result], since: Since) -> str:
         age = ", ".join([info.measured, info.hardware, *moved(info, since)])
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), age))
     return wording.table(("", "found", "claims", "measured"), lines)
-
-
-def _billions(info: RunInfo) -> float:
-    """Parameters of the scale's model, as its name says; 0 of one that does not."""
-    found = re.match(r"(\d+(?:_\d+)?)b", info.scale)
-    return float(found[1].replace("_", ".")) if found else 0.0
 
 
 def _verdicts(result: Result) -> str:
@@ -290,21 +286,20 @@ def _cell(result: Result, since: Since) -> str:
     """The effect, its verdicts and its age; what is beyond a claim, its aim, stands on the page."""
     info = result.info
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
-    parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
     told = [f"claims: {verdicts}"] if (verdicts := _verdicts(result)) else []
-    parts += [", ".join([*told, *moved(info, since)]), *badges(result)]
-    return "<br>".join(filter(None, parts))
+    lines = [f"[{_effect(result)}]({page_name(info)}.md){over}", ", ".join([*told, *moved(info, since)])]
+    return "<br>".join(filter(None, [*lines, *badges(result)]))
 
 
 def _effect(result: Result) -> str:
     """The first claim's, in words; without any, the answer's first sentence."""
-    found = effects.of_claims(result)
     if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
         told = sum(pair.interaction.told != 0 for pair in measured)
         differ = f"{told or 'none'} of {len(measured)} pairs differ{'s' * (told == 1)} from the product of their gains"
         return differ + " (of pairs whose gains multiply 1 in 20 would)" * (told > 0)
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"
+    found = effects.of_claims(result)
     if found and effects.is_prediction(found[0], result.info) and (misses := grids.misses_in_words(result)):
         return misses.partition(";")[0].rstrip(".")
     return "; ".join(answer.told_once(found[:1], result.info)) if found else sentence(result).partition(". ")[0]

@@ -45,9 +45,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     texts: dict[str, str] = {}  # of pages, by their names
     drawn: dict[str, str] = {}  # figures as <svg>, by their names
     stale: set[str | None] = set()  # pages whose other figures, made earlier, go
-    for page, group in groupby(found, key=page_of):
-        if only not in (None, page):
-            continue
+    for page, group in groupby((r for r in found if only in (None, page_of(r))), key=page_of):
         own = list(group)
         for picture in (picture for r in own for picture in chain(*gallery.of(r))):
             figure = picture.draw()

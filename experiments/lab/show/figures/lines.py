@@ -197,16 +197,12 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     else:
         series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
     for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
-        cells = [cell for cell in cells if cell[0] != info.baseline]
-        if metric:
-            x_of = {cell: median(own.values()) for cell in cells if (own := result.values(*cell, key))}
-        else:
-            x_of = {cell: info.points[cell[1]][key] for cell in cells}
-        measured, told = (
-            [(x, stats.paired(result.values(*cell, name), base(cell[1]))) for cell, x in x_of.items()]
-            for name in (panel.metric, FORMULA)
-        )
-        measured, told = ([(x, ratios) for x, ratios in found if ratios] for found in (measured, told))
+        measured, told = list[tuple[float, Repeats]](), list[tuple[float, Repeats]]()
+        for v, p in (cell for cell in cells if cell[0] != info.baseline):
+            at = [*result.values(v, p, key).values()] if metric else [info.points[p][key]]
+            for found, name in ((measured, panel.metric), (told, FORMULA)):
+                if at and (ratios := stats.paired(result.values(v, p, name), base(p))):
+                    found.append((median(at), ratios))
         if not measured:
             continue
         x, speedups = zip(*measured, strict=True)
