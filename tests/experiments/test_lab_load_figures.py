@@ -1,6 +1,7 @@
 """Figures of how load is borne: goodput, throughput against latency, and how long requests and tokens waited."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from made_up import METRICS, engine_steps, requests, result
@@ -77,7 +78,7 @@ def test_throughput_against_latency_is_a_curve_of_those_in_flight():
 
 def test_requests_and_tokens_of_one_point_have_their_distributions():
     given = result(steps=engine_steps(), requests=[*requests(), *requests(point="concurrency=1")])
-    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
+    (picture,) = (picture for picture in chain(*gallery.of(given)) if picture.name == "waits")
     ttft, itl = picture.draw().axes
     assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
     assert itl.get_xlabel() == "inter-token latency of a token, first pass (ms)"
@@ -143,7 +144,7 @@ def test_a_distribution_of_few_or_a_picture_of_many_is_not_drawn():
     variants = {f"v{n}": f"variant {n}" for n in range(8)}
     each = [replace(request, variant=v) for v in variants for request in requests(point="concurrency=1")]
     given = result(variants=variants, baseline="v0", requests=each)
-    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
+    (picture,) = (picture for picture in chain(*gallery.of(given)) if picture.name == "waits")
     assert picture.title == "How long requests waited, concurrency 1 (6 of 8 variants)"
     labels = picture.draw().axes[0].get_legend_handles_labels()[1]
     assert labels == [f"variant {n}" for n in (0, 1, 2, 3, 4, 7)], "those that claims name go first"
@@ -153,7 +154,7 @@ def test_a_picture_of_waiting_says_who_waited_and_where():
     waiting = requests(point="concurrency=1")
     title = {}
     for name, own in {"all": waiting, "alike": [replace(r, first_token_s=r.arrival_s + 0.1) for r in waiting]}.items():
-        found = [p.title for p in gallery.of(result(requests=own)).every if p.name == "waits"]
+        found = [p.title for p in chain(*gallery.of(result(requests=own))) if p.name == "waits"]
         title[name] = found
     assert title == {"all": ["How long requests waited, concurrency 1"], "alike": []}
 
@@ -163,7 +164,7 @@ def test_the_baselines_second_arm_is_in_no_picture():
     again = [replace(row, variant="base again") for row in given.rows if row.variant == "base"]
     variants = {**given.info.variants, "base again": "whole prompts again"}
     info = replace(given.info, variants=variants, aa="base again")
-    pictures = gallery.of(replace(given, rows=(*given.rows, *again), info=info)).every
+    pictures = chain(*gallery.of(replace(given, rows=(*given.rows, *again), info=info)))
     (goodput,) = (picture for picture in pictures if picture.name == "goodput")
     labels = goodput.draw().axes[0].get_legend_handles_labels()[1]
     assert labels == ["all that is offered", *given.info.variants.values()]

@@ -248,7 +248,9 @@ CHANCE = "; of pairs whose gains multiply 1 in 20 would differ by chance."
 )
 def test_the_answer_says_which_gains_multiply(both, says):
     given = composed(both)
-    assert [picture.name for picture in gallery.of(given).every] == ["pairs"], "what each brings alone is no answer"
+    assert [picture.name for shown in gallery.of(given) for picture in shown] == ["pairs"], (
+        "what each brings alone is no answer"
+    )
     assert f"Of 1 pairs, beside the product of their gains in output tokens per second: {says}" in sentence(given)
     (grid,) = pairs.grids(given)
     assert grid.rows[0][:3] == ("a+b", "1.50x, 1.20x", "1.80x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 from experiments.lab import points
@@ -40,14 +40,14 @@ def sentence(result: Result) -> str:
     # The first and where its variant loses; what else was missed or is worse; the next of another metric; what guards
     # against a loss; and while there is room whatever comes next.
     first, rest = claimed[0], claimed[1:]
-    worst = [each for each in [effects.worst_elsewhere(result, first)] if each is not None]
+    worst = effects.worst_elsewhere(result, first)
     lost = [effect for effect in rest if effect.missed or effect.told < 0][:1]
     others = [effect for effect in rest if effect.metric != first.metric][:1]
     guards = [effect for effect in reversed(rest) if effect.guards][:1]
     key = lambda effect: (effect.metric, effect.cell, effect.reference)  # noqa: E731
-    found = list({key(effect): effect for effect in [first, *worst, *lost, *others, *guards]}.values())[:MOST]
-    known = [key(effect) for effect in found]
-    found += [effect for effect in rest if key(effect) not in known][: max(0, PARTS - len(found))]
+    chosen = {key(effect): effect for effect in [first, *worst, *lost, *others, *guards]}
+    count = max(PARTS, min(MOST, len(chosen)))
+    found = [*chosen.values(), *(effect for effect in rest if key(effect) not in chosen)][:count]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     parts = told_once(found, info)
@@ -60,17 +60,14 @@ def sentence(result: Result) -> str:
 def at_most(result: Result) -> list[str]:
     """Of variants that are compared with themselves alone: the best repeat of each metric, at the last point that has
     it."""
-    info, claimed, told = result.info, effects.of_claims(result), []
+    info, claimed, told = result.info, effects.of_claims(result), {}
     if not claimed or info.baseline is not None or not all(effect.at_another_point for effect in claimed):
         return []
-    for name in filter(wording.known, info.metrics):
+    for point, name in product(info.points, filter(wording.known, info.metrics)):  # a later point's stands for all
         best = max if info.metrics[name].better is Better.higher else min
-        every = (
-            [*chain(*(result.values(v, at, name).values() for v in info.variants))] for at in reversed(info.points)
-        )
-        if found := next(filter(None, every), None):
-            told.append(f"{wording.short(name, info)} {wording.value(best(found), name, info)}")
-    return told
+        if found := [value for v in info.variants for value in result.values(v, point, name).values()]:
+            told[name] = f"{wording.short(name, info)} {wording.value(best(found), name, info)}"
+    return [told[name] for name in info.metrics if name in told]
 
 
 def in_words(effect: effects.Effect, info: RunInfo) -> str:
@@ -229,21 +226,19 @@ def _without_claims(result: Result) -> str:
 def _of_sweep(result: Result) -> str:
     """Of the first metric at the last point of each run that has it: from its least to its most over the swept key, of
     the variant with the best of all, and as a ratio to the baseline where there is another variant."""
-    info, keys = result.info, [str(panel.x) for panel in result.info.plots[0].panels]
-    if not keys:
+    info, panels = result.info, result.info.plots[0].panels
+    if not panels:
         return "There is no answer: the runs have no metric in common."
-    key = keys[0]
-    others = [v for v in info.variants if v not in (info.baseline, info.aa)]
+    key, others = str(panels[0].x), [v for v in info.variants if v not in (info.baseline, info.aa)]
     base = info.variants[str(info.baseline)] if info.baseline and others else ""
     for name, metric in info.metrics.items():
         sign = 1 if metric.better is Better.higher else -1
         found: dict[str, dict[Any, tuple[str, Estimate]]] = {}  # of each variant by the key's value
-        told_at = [at for at in info.points if not effects.is_scheduled(name, at, info)]
-        for variant, at in product(others or info.variants, told_at):
+        for variant, at in product(others or info.variants, info.points):
             own = result.estimate(variant, at, name)
             if base:
                 own = result.ratio((variant, at), (str(info.baseline), at), name)
-            if own:
+            if own and not effects.is_scheduled(name, at, info):
                 found.setdefault(variant, {})[info.points[at][key]] = at, own
         if not found:
             continue

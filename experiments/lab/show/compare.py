@@ -37,18 +37,17 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
     if first.experiment != second.experiment and not revision:  # by which it may have had another name
         names = f"A is a run of {first.experiment} and B of {second.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")
-    sheets = Sheet(results[0]), Sheet(results[1])
-    grids = _grids(*sheets)
+    grids = _grids(*map(Sheet, results))
     parts = [
         title,
         "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
-        *([OTHER_MACHINE] if wording.device(first) != wording.device(second) else []),
+        OTHER_MACHINE if wording.device(first) != wording.device(second) else "",
         *(grid.text() for grid in grids),
         f"{_counted(grids)}.\n{FOOTNOTE}",
-        *_left_out(first, second),
+        "\n".join(_left_out(first, second)),
         "\n".join(["What differs beside the numbers (A -> B):", *_differences(first, second)]),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def since(results: Path, revision: str) -> str:
@@ -61,9 +60,8 @@ def since(results: Path, revision: str) -> str:
     lines = [f"{name}: {text}" for name, text in told.items() if text]
     if not lines:
         return f"No recorded result has other rows than at {revision}."
-    return "\n".join(
-        [*lines, f"A is {revision}, B is now: python run.py compare RUN --rev {revision} shows the tables."]
-    )
+    lines.append(f"A is {revision}, B is now: python run.py compare RUN --rev {revision} shows the tables.")
+    return "\n".join(lines)
 
 
 def _since(run: Path, revision: str) -> str:
@@ -110,8 +108,8 @@ def _of_metric(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
     joined = [(f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines]
     grid = Grid(title, header, tuple(joined))
-    if grid.width <= SCREEN:
-        return [grid] if rows else []
+    if rows and grid.width <= SCREEN:
+        return [grid]
     return [Grid(f"{title} at {point}" if point else title, header, tuple(lines)) for point, lines in rows.items()]
 
 
@@ -132,11 +130,11 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
     if min(every) <= 0:
         return (*shown, wording.NOTHING, "no ratio to 0")
     found, about = stats.apart(ours, theirs), a.info.metrics[metric]
-    is_speed = about.unit in SPEED or about.unit.endswith("/s")
-    verdict = ("B slower", "B faster") if is_speed else ("B worse", "B better")
-    told = verdict[(found.told > 0) == (about.better is Better.higher)]
-    if not found.told:
-        told = "no difference shown" if found.low is not None else "one repeat"
+    told = "no difference shown" if found.low is not None else "one repeat"
+    if found.told:
+        is_speed, gains = about.unit in SPEED or about.unit.endswith("/s"), about.better is Better.higher
+        worse, better = ("B slower", "B faster") if is_speed else ("B worse", "B better")
+        told = better if (found.told > 0) == gains else worse
     return (*shown, wording.interval(found, "x"), told)
 
 
@@ -145,7 +143,7 @@ def _left_out(a: RunInfo, b: RunInfo) -> list[str]:
     for what, (name, ours, theirs) in product(("variants", "points", "metrics"), (("A", a, b), ("B", b, a))):
         only = [key or "(one point)" for key in getattr(ours, what) if key not in getattr(theirs, what)]
         lines += [f"Only in {name}, {what}: {', '.join(only)}"] if only else []
-    return ["\n".join(lines)] if lines else []
+    return lines
 
 
 def _differences(*infos: RunInfo) -> list[str]:
@@ -153,5 +151,5 @@ def _differences(*infos: RunInfo) -> list[str]:
     both = [points.flat(info.config | origin) for info, origin in zip(infos, origins, strict=True)]
     keys = [key for key in dict.fromkeys(key for each in both for key in each) if not key.startswith("paths.")]
     told = {key: [str(each.get(key, wording.NOTHING)) for each in both] for key in keys}
-    short = {key: [text if len(text) <= 40 else f"{text[:37]}..." for text in texts] for key, texts in told.items()}
-    return [f"  {key}: {' -> '.join(short[key])}" for key, (a, b) in told.items() if a != b] or ["  nothing"]
+    short = lambda text: text if len(text) <= 40 else f"{text[:37]}..."  # noqa: E731
+    return [f"  {key}: {short(a)} -> {short(b)}" for key, (a, b) in told.items() if a != b] or ["  nothing"]

@@ -42,7 +42,7 @@ def details(result: Result) -> list[str]:
     folds = {
         "Remarks": result.remarks,
         "Notes": "\n".join(f"- {note}" for note in _notes(info.notes)),
-        "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result).others), *_steps(result)]),
+        "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result)[1]), *_steps(result)]),
         "Tables": "\n\n".join(grid.markdown() for grid in tables),
         "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
         f"INVALID: {len(result.faults):,} values were kept but not counted": _invalid(result),
@@ -54,23 +54,21 @@ def details(result: Result) -> list[str]:
 
 
 def _notes(notes: Iterable[str]) -> Iterator[str]:
-    """Each in short; and what several processes rank, each for itself, in one line, by its mean place."""
+    """What several processes rank, each for itself, is one line, by its mean place; of many metrics that were left out
+    for one reason the first two have their names."""
     ranked: dict[str, list[list[str]]] = {}
     for note in notes:
         found = RANKING.fullmatch(note)
-        ranked.setdefault(found[1] if found else _short(note), []).append(found[2].split(", ") if found else [])
+        labels, because, why = note.partition(": left out, because ")
+        first = labels.split("; ")
+        if because and len(first) > 3:
+            note = f"{'; '.join(first[:2])} and {len(first) - 2} more{because}{why}"
+        ranked.setdefault(found[1] if found else note, []).append(found[2].split(", ") if found else [])
     for head, lists in ranked.items():
         place = {name: sum(own.index(name) if name in own else len(own) for own in lists) for name in chain(*lists)}
         best = ", ".join(sorted(place, key=lambda name: place[name])[: len(lists[0])])
         over = f" (by mean place in {len(lists)} processes)" if len(lists) > 1 else ""
         yield f"{head}{best}{over}." if best else head
-
-
-def _short(note: str) -> str:
-    """Of many metrics that were left out for one reason, the first two by name."""
-    labels, because, why = note.partition(": left out, because ")
-    first = labels.split("; ")
-    return f"{'; '.join(first[:2])} and {len(first) - 2} more{because}{why}" if because and len(first) > 3 else note
 
 
 def fold(title: str, text: object) -> str:

@@ -3,7 +3,7 @@ names, beside what it is compared with, its target and its aim."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge.claims import AIM, Claim, Judgement, Verdict
@@ -80,35 +80,47 @@ def of_claims(result: Result) -> list[Effect]:
         if j.claim.metric not in CHECKS:
             key = (j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result))
             claims.setdefault(key, []).append(j)
-    found = []
-    for key, own in claims.items():
-        effect = functools.reduce(_with_bound, [j.claim for j in own], between(result, *key, own[0].reason))
-        both = len({j.claim.bound.is_floor for j in own}) > 1  # then neither bound is what is to be reached
-        judged = [j.verdict for j in own if not j.claim.source.startswith(AIM)] or [j.verdict for j in own]
-        bounds: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
-        for j in own:
-            bounds[j.verdict] += [wording.bound(j.claim, result.info)] if j.estimate else []
-        effect = replace(
-            effect,
-            verdict=max(judged, key=WORSE_LAST.index),
-            open=", ".join(bounds[Verdict.inconclusive]),
-            missed=", ".join(bounds[Verdict.refuted]),
-            is_absolute=not own[0].claim.bound.is_ratio,
-        )
-        found.append(replace(effect, target=None, aim=None) if both else effect)
-    return found
+    return [_of_judgements(between(result, *key), own, result.info) for key, own in claims.items()]
 
 
-def worst_elsewhere(result: Result, effect: Effect) -> Effect | None:
-    """Where the mechanism costs most of the metric, of the points that `effect` is not of; None where it costs nothing
-    that is shown."""
+def _of_judgements(effect: Effect, own: Sequence[Judgement], info: RunInfo) -> Effect:
+    """A target is a claim of that name, or the first one that is no aim. That it is at most so good is none."""
+    target = aim = None
+    for claim in (j.claim for j in own):
+        unit = 1.0 if effect.reference is None or claim.bound.is_ratio else effect.base and effect.base.median
+        if claim.upper is not None or not unit or claim.bound.is_floor != (effect.better is Better.higher):
+            continue
+        if claim.source.startswith(AIM):
+            aim = claim.value / unit
+        elif target is None or claim.source.startswith(TARGET):
+            target, aim = claim.value / unit, aim if claim.aim is None else claim.aim / unit
+    if len({j.claim.bound.is_floor for j in own}) > 1:  # then neither bound is what is to be reached
+        target = aim = None
+    ratios = [j.claim for j in own if j.claim.bound.is_ratio]
+    judged = [j.verdict for j in own if not j.claim.source.startswith(AIM)] or [j.verdict for j in own]
+    bounds = {v: [wording.bound(j.claim, info) for j in own if j.estimate and j.verdict is v] for v in Verdict}
+    return replace(
+        effect,
+        target=target,
+        aim=aim,
+        guards=any(claim.upper is not None or 0.9 <= claim.value <= 1.1 for claim in ratios),
+        reason=own[0].reason,
+        open=", ".join(bounds[Verdict.inconclusive]),
+        missed=", ".join(bounds[Verdict.refuted]),
+        is_absolute=not own[0].claim.bound.is_ratio,
+        verdict=max(judged, key=WORSE_LAST.index),
+    )
+
+
+def worst_elsewhere(result: Result, effect: Effect) -> list[Effect]:
+    """Where the mechanism costs most of the metric, of the points that `effect` is not of, if that is shown."""
     info, (variant, point) = result.info, effect.cell
-    if effect.reference is None or effect.reference[0] != info.baseline or effect.at_another_point:
-        return None
+    if info.baseline is None or effect.reference != (info.baseline, point):
+        return []
     others = [at for at in info.points if at != point and not is_scheduled(effect.metric, at, info)]
     found = (between(result, effect.metric, (variant, at), (info.baseline, at)) for at in others)
     worse = {each.gain.median: each for each in found if each.gain is not None and each.told < 0}
-    return worse[min(worse)] if worse else None
+    return [worse[least] for least in sorted(worse)[:1]]
 
 
 def shown(result: Result, most: int) -> list[Effect]:
@@ -149,24 +161,20 @@ def is_prediction(effect: Effect, info: RunInfo) -> bool:
     return name != effect.cell[0] and name in info.variants
 
 
-def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
-    """What was measured of both; nothing where a gate speaks against one of them."""
-    info, better = result.info, result.info.metrics[metric].better
-    own = base = paired = None
-    if not (info.fails(*cell) or (reference and info.fails(*reference))):
-        own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
-        paired = result.ratio(cell, reference, metric) if reference else None
-        paired = paired if paired and paired.median > 0 else None  # else nothing of it was left: a ratio says nothing
-    beside = info.variants[reference[0]] if reference else ""
+def between(result: Result, metric: str, cell: Cell, reference: Cell | None) -> Effect:
+    """What was measured of both; nothing where a gate speaks against one of them. Repeats of one process that are all
+    the same, as rates of a few are, say nothing of another one: they have no interval, but where they are simulated."""
+    info, found = result.info, list[Estimate | None]([None] * 3)
+    if not any(info.fails(*each) for each in (cell, reference) if each):
+        found = [result.estimate(*each, metric) if each else None for each in (cell, reference)]
+        ratio = result.ratio(cell, reference, metric) if reference else None
+        found.append(ratio if ratio and ratio.median > 0 else None)  # of 0 nothing is left: a ratio says nothing
     if not info.is_simulated:
-        own, base, paired = map(_without_chance, (own, base, paired))
-    return Effect(metric, cell, reference, better, own, base, paired, reason=reason, beside=beside)
-
-
-def _without_chance(found: Estimate | None) -> Estimate | None:
-    """Repeats of one process that are all the same, as rates of a few are, say nothing of another one."""
-    alike = found is not None and found.processes == 1 and found.low == found.high
-    return replace(found, low=None, high=None) if found is not None and alike else found
+        alike = [e is not None and e.processes == 1 and e.low == e.high for e in found]
+        found = [replace(e, low=None, high=None) if e and same else e for e, same in zip(found, alike, strict=True)]
+    own, base, paired = found
+    beside = info.variants[reference[0]] if reference else ""
+    return Effect(metric, cell, reference, info.metrics[metric].better, own, base, paired, beside=beside)
 
 
 def peers(info: RunInfo) -> list[str]:
@@ -189,26 +197,6 @@ def _reference(claim: Claim, result: Result) -> Cell | None:
         return None
     values = result.values(str(baseline), claim.point, claim.metric).values()
     return (str(baseline), claim.point) if values and min(values) > 0 else None
-
-
-def _with_bound(effect: Effect, claim: Claim) -> Effect:
-    """A target is a claim of that name, or the first one that is no aim. That it is at most so good is none."""
-    if claim.upper is not None:
-        return replace(effect, guards=effect.guards or claim.bound.is_ratio)
-    unit = 1.0
-    if effect.reference is not None and not claim.bound.is_ratio:
-        if effect.base is None:
-            return effect
-        unit = effect.base.median
-    effect = replace(effect, guards=effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1))
-    if claim.bound.is_floor != (effect.better is Better.higher):
-        return effect
-    if claim.source.startswith(AIM):
-        return replace(effect, aim=claim.value / unit)
-    if effect.target is None or claim.source.startswith(TARGET):
-        aim = effect.aim if claim.aim is None else claim.aim / unit
-        return replace(effect, target=claim.value / unit, aim=aim)
-    return effect
 
 
 def _over(value: float | None, unit: float | None) -> float | None:

@@ -67,7 +67,7 @@ def screen(result: Result, since: Since) -> str:
     parts = [
         f"**{sentence(result)}**",
         _strip(result, since),
-        *(picture.markdown for picture in gallery.of(result).first),
+        *(picture.markdown for picture in gallery.of(result)[0]),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for of in (_not_counted, _power, _beside_others, _of_the_limit) for line in of(result)),
     ]
@@ -130,12 +130,11 @@ def _power(result: Result) -> list[str]:
     found.sort(key=lambda each: each[0].share)
     least, *more = (f"{100 * power.share // 1:.0f} %" if power.share >= 0.01 else "less than 1 %" for power, _ in found)
     power, effect = found[0]
-    (variant, point), one = effect.cell, effect.ratio is not None and effect.ratio.processes == 1
-    told = f"a loss of {100 * WORSE:.0f} % would be detected in {least} of such runs{' of one process' if one else ''}"
+    (variant, point), one = effect.cell, " of one process" if effect.ratio and effect.ratio.processes == 1 else ""
+    told = f"a loss of {100 * WORSE:.0f} % would be detected in {least} of such runs{one}"
     if power.share < stats.OFTEN and 1 / FAR < power.often < FAR:
         told += f", one of {math.ceil(100 * abs(power.often - 1))} % in {100 * stats.OFTEN:.0f} %"
-    where = answer.called(variant, info), wording.short(effect.metric, info), wording.point(point)
-    told += f" ({', '.join(filter(None, where))})"
+    told += f" ({wording.titled(f'{answer.called(variant, info)}, {wording.short(effect.metric, info)}', point)})"
     if more:
         which = f"the other {len(more)} ratios" if len(more) > 1 else "the other ratio"
         told += f"; of {which} in {' to '.join(dict.fromkeys((more[0], more[-1])))}"
@@ -145,32 +144,27 @@ def _power(result: Result) -> list[str]:
 def _beside_others(result: Result) -> list[str]:
     """The first claim's figure, and at the same point those of variants with namesakes among the peers', beside theirs;
     the original project's; and what is to be reached."""
-    info, told = result.info, ": none ran beside it"
+    info, told, peers = result.info, ": none ran beside it", effects.peers(result.info)
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
         compared: dict[str, list[tuple[float, str]]] = {}
-        peers = effects.peers(info)
         for peer in peers:
             name = peer.partition("_")[2]  # our variant that it is like: of `vllm_w8a8` it is `w8a8`
             own = name if name in info.variants and name not in peers else variant
             pair = effects.between(result, metric, (own, point), (peer, point))
             if peer != own and pair.gain and pair.own and pair.base:
                 ours, theirs = (wording.middle(each, metric, info) for each in (pair.own, pair.base))
-                gain = wording.interval(pair.gain, "x")
-                text = f"{gain} as good as {_named(info, peer)} ({theirs})"
-                if pair.gain.low is None:
-                    text = f"{text.removesuffix(')')}; no interval)"
-                elif not pair.told:
-                    told_by = wording.by_two(pair.gain)
-                    text = f"not told apart{told_by} from {_named(info, peer)} ({theirs}; {gain} as good)"
+                gain, who = wording.interval(pair.gain, "x"), _named(info, peer)
+                text = f"{gain} as good as {who} ({theirs}{'; no interval' if pair.gain.low is None else ''})"
+                if pair.gain.low is not None and not pair.told:
+                    text = f"not told apart{wording.by_two(pair.gain)} from {who} ({theirs}; {gain} as good)"
                 compared.setdefault(f"{answer.called(own, info)} {ours}", []).append((pair.gain.median, text))
         if compared:  # the best peer first
             every = ([own, *(text for _, text in sorted(theirs))] for own, theirs in compared.items())
             said = "; ".join(map(", ".join, every))
             told = f", {wording.short(metric, info)}{wording.at(point)}: {said}"
-    others = {"Peers": told, "The original project": info.original and f": {info.original}"}
-    others["To reach"] = info.target and f": {info.target}"
-    return [f"**{name}**{text}." for name, text in others.items() if text]
+    others = {"The original project": info.original, "To reach": info.target}
+    return [f"**Peers**{told}.", *(f"**{name}**: {text}." for name, text in others.items() if text)]
 
 
 def _of_the_limit(result: Result) -> list[str]:
@@ -179,7 +173,7 @@ def _of_the_limit(result: Result) -> list[str]:
     for cell in [effect.cell for effect in effects.of_claims(result)] or info.cells:
         found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
-        where = ", ".join(filter(None, (answer.called(cell[0], info), wording.point(cell[1]))))
+        where = wording.titled(answer.called(cell[0], info), cell[1])
         if floor and step:
             needs = f"the hardware needs at least {wording.number(floor)} of the {wording.number(step)} ms of a step"
             return [f"**Limit**: {needs} ({wording.share(min(1.0, floor / step))}; {where})."]
@@ -225,12 +219,12 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since,
         MARK,
         "# Reports",
         ABOUT,
-        *filter(None, [tests]),
+        tests,
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def in_matrix(results: Sequence[Result]) -> list[RunInfo]:
@@ -267,7 +261,9 @@ def _readme_table(results: Sequence[Result], since: Since) -> str:
     order = (LARGE, ALONE, GPUS, SERVED, SMALL)
     inside = in_matrix(results)
     own = [r for r in results if r.info in inside and column(r.info) in order]
-    rank = lambda r: (-order.index(column(r.info)), _billions(r.info))  # noqa: E731
+    # A scale's name begins with the billions of its model's parameters, where it says them: 0_6b, 7b.
+    size = lambda info: [float(n.replace("_", ".")) for n in re.findall(r"^(\d+(?:_\d+)?)b", info.scale)]  # noqa: E731
+    rank = lambda r: (-order.index(column(r.info)), size(r.info))  # noqa: E731
     lines = []
     for _, runs in groupby(own, key=lambda r: r.info.experiment):
         result = sorted(runs, key=rank)[-1]
@@ -277,12 +273,6 @@ def _readme_table(results: Sequence[Result], since: Since) -> str:
         age = ", ".join([info.measured, info.hardware, *moved(info, since)])
         lines.append((f"[{info.title}](reports/{page_name(info)}.md){named}", told, _verdicts(result), age))
     return wording.table(("", "found", "claims", "measured"), lines)
-
-
-def _billions(info: RunInfo) -> float:
-    """Parameters of the scale's model, as its name says; 0 of one that does not."""
-    found = re.match(r"(\d+(?:_\d+)?)b", info.scale)
-    return float(found[1].replace("_", ".")) if found else 0.0
 
 
 def _verdicts(result: Result) -> str:
@@ -296,21 +286,20 @@ def _cell(result: Result, since: Since) -> str:
     """The effect, its verdicts and its age; what is beyond a claim, its aim, stands on the page."""
     info = result.info
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
-    parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
     told = [f"claims: {verdicts}"] if (verdicts := _verdicts(result)) else []
-    parts += [", ".join([*told, *moved(info, since)]), *badges(result)]
-    return "<br>".join(filter(None, parts))
+    lines = [f"[{_effect(result)}]({page_name(info)}.md){over}", ", ".join([*told, *moved(info, since)])]
+    return "<br>".join(filter(None, [*lines, *badges(result)]))
 
 
 def _effect(result: Result) -> str:
     """The first claim's, in words; without any, the answer's first sentence."""
-    found = effects.of_claims(result)
     if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
         told = sum(pair.interaction.told != 0 for pair in measured)
         differ = f"{told or 'none'} of {len(measured)} pairs differ{'s' * (told == 1)} from the product of their gains"
         return differ + " (of pairs whose gains multiply 1 in 20 would)" * (told > 0)
     if most := answer.at_most(result):
         return f"{', '.join(most[:2])} at most"
+    found = effects.of_claims(result)
     if found and effects.is_prediction(found[0], result.info) and (misses := grids.misses_in_words(result)):
         return misses.partition(";")[0].rstrip(".")
     return "; ".join(answer.told_once(found[:1], result.info)) if found else sentence(result).partition(". ")[0]

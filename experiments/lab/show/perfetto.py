@@ -1,8 +1,6 @@
-"""A run's steps and requests as a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
-
-A process is a variant. It has one track of engine steps, one asynchronous track a request (queued, prefill, decode),
-counters of KV blocks and queue lengths, and an instant where somebody was preempted.
-"""
+"""A run's steps and requests as a trace in Chrome's JSON format, which Perfetto and chrome://tracing open. A process is
+a variant. It has one track of engine steps, one asynchronous track a request (queued, prefill, decode), counters of KV
+blocks and queue lengths, and an instant where somebody was preempted."""
 
 from __future__ import annotations
 
@@ -39,23 +37,21 @@ def write(result: Result, path: Path) -> int:
 
 def events(result: Result) -> list[Event]:
     """Names first, then everything in the order of time."""
-    names: list[Event] = []
-    timed: list[Event] = []
+    found: list[Event] = []
     for pid, (variant, point) in enumerate(dict.fromkeys((s.variant, s.point) for s in result.steps), start=1):
         title = f"{result.info.variants.get(variant, variant)} {point}".strip()
         for kind, name in (("process_name", title), ("thread_name", "engine steps")):
-            names.append({"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}})
+            found.append({"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}})
         for step in result.steps_of(variant, point):
-            timed += _step(step, pid)
+            found += _step(step, pid)
         for number, request in enumerate(first_pass(result, variant, point)):
-            timed += _request(request, {"cat": "request", "id": f"{pid}.{number}", "pid": pid, "tid": ENGINE})
-    timed.sort(key=lambda event: event["ts"])  # stable: what ends goes before what begins at the same moment
-    return [*names, *timed]
+            found += _request(request, {"cat": "request", "id": f"{pid}.{number}", "pid": pid, "tid": ENGINE})
+    # Stable: what ends goes before what begins at the same moment.
+    return sorted(found, key=lambda event: (event["ph"] != "M", event["ts"]))
 
 
 def _step(step: StepRow, pid: int) -> Iterator[Event]:
-    here = {"pid": pid, "tid": ENGINE}
-    start, end = _us(step.start_s), _us(step.start_s + step.duration_s)
+    here, start, end = {"pid": pid, "tid": ENGINE}, _us(step.start_s), _us(step.start_s + step.duration_s)
     kind = "mixed" if step.prefill_tokens and step.decode_tokens else "prefill" if step.prefill_tokens else "decode"
     told = ("step", "prefill_tokens", "decode_tokens", "prefix_hit_tokens", "evictions", "kv_used_slots")
     args = {name: getattr(step, name) for name in told}
@@ -74,13 +70,12 @@ def _step(step: StepRow, pid: int) -> Iterator[Event]:
 def _request(request: RequestRow, here: Event) -> Iterator[Event]:
     told = ("name", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
     args = {name: getattr(request, name) for name in told}
-    known = list(phases(request))
-    last = known[-1][2] if known else request.arrival_s
-    yield {"ph": "b", "name": request.request, "ts": _us(request.arrival_s), **here, "args": args}
-    for name, start, end in known:
-        for kind, moment in (("b", start), ("e", end)):
-            yield {"ph": kind, "name": name, "ts": _us(moment), **here, "args": {}}
-    yield {"ph": "e", "name": request.request, "ts": _us(last), **here, "args": {}}
+    end = request.arrival_s
+    yield {"ph": "b", "name": request.request, "ts": _us(end), **here, "args": args}
+    for name, start, end in phases(request):
+        yield {"ph": "b", "name": name, "ts": _us(start), **here, "args": {}}
+        yield {"ph": "e", "name": name, "ts": _us(end), **here, "args": {}}
+    yield {"ph": "e", "name": request.request, "ts": _us(end), **here, "args": {}}
 
 
 def _us(seconds: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from experiments.lab.show import sweeps, wording
@@ -45,11 +45,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     texts: dict[str, str] = {}  # of pages, by their names
     drawn: dict[str, str] = {}  # figures as <svg>, by their names
     stale: set[str | None] = set()  # pages whose other figures, made earlier, go
-    for page, group in groupby(found, key=page_of):
-        if only not in (None, page):
-            continue
+    for page, group in groupby((r for r in found if only in (None, page_of(r))), key=page_of):
         own = list(group)
-        for picture in (picture for r in own for picture in gallery.of(r).every):
+        for picture in (picture for r in own for picture in chain(*gallery.of(r))):
             figure = picture.draw()
             store.write_atomic({figures / picture.file: frame.png(figure, page)})
             drawn[picture.file] = frame.svg(figure, f"f{len(drawn)}") if only is None else ""
@@ -87,7 +85,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
 
 def figure_paths(reports: Path, result: store.Result) -> list[Path]:
     """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
-    paths = (reports / gallery.FIGURES / picture.file for picture in gallery.of(result).every)
+    paths = (reports / gallery.FIGURES / picture.file for picture in chain(*gallery.of(result)))
     return [path for path in paths if path.is_file()]
 
 

@@ -1,6 +1,6 @@
 """Sweeps: runs that differ in one key stand together, as the points of one result, with a curve over that key. And what
 another experiment has measured of the same variants stands on a page: speed beside accuracy, say. It is taken from that
-experiment's result when pages are made; where there is none yet, the metric is not on the page."""
+experiment's result when pages are made; where there is none yet, the metric is one that was not measured."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Beside:
 
 
 def with_beside(results: Sequence[Result]) -> list[Result]:
-    """Each result with what its experiment wants beside it, at its first point; panels of what is not there go."""
+    """Each result with what its experiment wants beside it, at its first point."""
     found = []
     for result in results:
         for asked in result.info.config.get("experiment", {}).get("beside") or ():
@@ -115,10 +115,6 @@ def with_beside(results: Sequence[Result]) -> list[Result]:
             there = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
             other = next((r for r in there if wanted.metric in r.info.metrics), None)
             if other is None:
-                kept = [(plot, tuple(panel for panel in plot.panels if wanted.name not in (panel.metric, panel.x)))
-                        for plot in info.plots]  # fmt: skip
-                plots = tuple(replace(plot, panels=panels) for plot, panels in kept if panels)
-                result = replace(result, info=replace(info, plots=plots))
                 continue
             theirs = other.info.metrics[wanted.metric]
             at = [name for name, point in other.info.points.items() if wanted.at.items() <= point.items()]

@@ -4,16 +4,13 @@ a dot. Where bars would say nothing, because a group has too many or one dwarfs 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
@@ -22,11 +19,9 @@ from experiments.lab.store.result import Result
 
 MANY = 4  # bars in a group that can still be told apart,
 MANY_DOTS = 6  # and dots in the colours of their variants
-ROWS = 15  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
-BARS = {"edgecolor": "white", "linewidth": 0}
 WHISKERS = {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
@@ -36,16 +31,13 @@ class Groups:
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
     series: list[str]
-    found: list[list[lines.Repeats]]  # of each group and series (none: nothing valid)
-    tried: list[list[bool]]  # likewise, whether there are values that do not count
-    colours: list[int]  # of the series, or of the groups, whichever are variants: their places among all of the result
+    # Of each group and series: the variant's place among all, the repeats that count, and whether there are others.
+    cells: list[list[tuple[int, lines.Repeats, bool]]]
     by_point: bool  # the series are points, and the groups variants; else the other way round
     dots: bool  # instead of bars
     log: bool  # the axis
     estimate: lines.Estimator  # of repeats
-    higher: bool  # is better
     share: bool  # told in percent
-    out_of: str = ""  # which these are of how many; empty: all
 
     @property
     def height(self) -> float:
@@ -53,64 +45,38 @@ class Groups:
         return len(self.names) * max(GROUP, (DOT if self.dots else BAR) * len(self.series))
 
     @property
-    def medians(self) -> list[list[float]]:
-        return [[self.estimate(repeats).median for repeats in group if repeats] for group in self.found]
-
-    @property
     def alike(self) -> str:
         """What is to be said of many single bars that are all as long; else empty."""
-        every = [median for group in self.medians for median in group]
+        every = [self.estimate(repeats).median for group in self.cells for _, repeats, _ in group if repeats]
         if len(self.series) > 1 or len(every) <= MANY or not 0 < max(every) <= ALIKE * min(every):
             return ""
         return f"all from {wording.number(min(every))} to {wording.number(max(every))}"
-
-
-def few(panels: Sequence[Groups | None]) -> list[Groups | None]:
-    """Of panels with the same groups, where there is no room for all of these, the best by the first of them."""
-    best: dict[tuple[str, ...], list[int]] = {}
-    found: list[Groups | None] = []
-    for groups in panels:
-        if groups is not None and len(groups.names) > ROWS:
-            sign = -1 if groups.higher else 1
-            first = [sign * median[0] if median else inf for median in groups.medians]
-            which = "the same" if tuple(groups.names) in best else "the best"
-            own = best.setdefault(tuple(groups.names), sorted(np.argsort(first, kind="stable")[:ROWS].tolist()))
-            kept: Any = {name: [getattr(groups, name)[n] for n in own] for name in ("names", "found", "tried")}
-            colours = [groups.colours[n] for n in own] if groups.by_point else groups.colours
-            groups = replace(groups, **kept, colours=colours, out_of=f"{which} {ROWS} of {len(groups.names)}")
-        found.append(groups)
-    return found
 
 
 def of(panel: PanelSpec, result: Result) -> Groups:
     """Groups are points; of one point, or of more variants than there are colours to tell apart, these are."""
     info, metric = result.info, panel.metric
     known = {(row.variant, row.point) for row in result.rows if row.metric == metric}
-    values = {(v, p): result.values(v, p, metric) for v in info.variants for p in info.points}
+    values: dict[tuple[str, str], lines.Repeats] = {cell: result.values(*cell, metric) for cell in info.cells}
     at = [p for p in info.points if any(values[v, p] for v in info.variants)]
     by_point = len(at) == 1 or len(info.variants) > MANY_DOTS
     variants = [v for v in info.variants if by_point or any((v, p) in known for p in at)]
     every = [stats.absolute(own).median for v in variants for p in at if (own := values[v, p])]
     log = len(variants) > 1 and bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
-    labels = [info.variants[v] for v in variants]
+    labels, (names, label) = [info.variants[v] for v in variants], lines.names_of(at, panel, result)
+    cells = [[(list(info.variants).index(v), values[v, p], (v, p) in known) for v in variants] for p in at]
     if by_point:
-        names, label, series = labels, "", [wording.point(p) for p in at]
-        cells = [[(v, p) for p in at] for v in variants]
-    else:
-        (names, label), series = lines.names_of(at, panel, result), labels
-        cells = [[(v, p) for v in variants] for p in at]
+        names, label, labels = labels, "", [wording.point(p) for p in at]
+        cells = [list(of_variant) for of_variant in zip(*cells, strict=True)]
     return Groups(
         names,
         label,
-        series,
-        found=[[values[cell] for cell in group] for group in cells],
-        tried=[[cell in known for cell in group] for group in cells],
-        colours=[list(info.variants).index(v) for v in variants],
+        series=labels,
+        cells=cells,
         by_point=by_point,
         dots=log or (len(at) > 1 and len(variants) > MANY),
         log=log,
         estimate=lines.of_metric(info.metrics.get(metric)),
-        higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
         share=metric in info.metrics and info.metrics[metric].share,
     )
 
@@ -121,36 +87,37 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     if not groups.names or not count:
         return False
     room = (0.65 if groups.dots else 0.8) / count
-    every = [x for group in groups.found for repeats in group for x in repeats.values()]
+    every = [x for group in groups.cells for _, repeats, _ in group for x in repeats.values()]
     most = SPARE * max(every, default=0.0)  # that is seen of a bar
+    nothing = {group for group, own in enumerate(groups.cells) if not any(repeats for _, repeats, _ in own)}
     for index, label in enumerate(groups.series):
-        aside = (index - (count - 1) / 2) * room
-        kept = [(group, own[index]) for group, own in enumerate(groups.found) if own[index]]
-        for one, (group, repeats) in enumerate(kept):
+        legend = label if count > 1 else ""
+        for group, own in enumerate(groups.cells):
+            (variant, repeats, tried), place = own[index], group + (index - (count - 1) / 2) * room
+            if tried and not repeats and group not in nothing:
+                frame.beside(ax, "INVALID", (0, place), 3, xycoords=EDGE)
+            if not repeats:
+                continue
             (middle,), errors, caps = lines.intervals([repeats], groups.estimate)
-            place, legend = group + aside, label if count > 1 and not one else None
             if groups.dots:
-                style = line_style(index if groups.by_point else groups.colours[index], 0) | caps
+                style = line_style(index if groups.by_point else variant, 0) | caps
                 if groups.by_point and count > 1:  # colours are the variants'
                     style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
                 mark, *_ = ax.errorbar(middle, place, xerr=errors, label=legend, **style | {"linestyle": "none"})
             else:
-                style = bar_style(groups.colours[group if groups.by_point else index]) | {"error_kw": WHISKERS | caps}
+                style = bar_style(variant) | {"error_kw": WHISKERS | caps}
                 (mark,) = ax.barh(place, middle, 0.9 * room, xerr=errors, label=legend, **style)
             name = groups.names[group].replace("\n", " ")
-            frame.says(mark, [lines.tip(name, label if count > 1 else "", repeats, groups.estimate)])
+            frame.says(mark, [lines.tip(name, legend, repeats, groups.estimate)])
             ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
             end = min(float(np.nanmax([*repeats.values(), middle + errors[1][0]])), most)
             # As tables have it: two values instead of a median that says too little of them.
             told = wording.interval(groups.estimate(repeats)).partition(" [")[0]
             text = wording.share(middle) if groups.share else told
             frame.beside(ax, text, (end, place), 4, fontsize=7 if groups.dots else 8)
-    for group, (found, tried) in enumerate(zip(groups.found, groups.tried, strict=True)):
-        if not any(found):  # said once
-            frame.beside(ax, "INVALID" if any(tried) else "not measured", (0, group), 3, xycoords=EDGE)
-            continue
-        for index in (n for n in range(count) if tried[n] and not found[n]):
-            frame.beside(ax, "INVALID", (0, group + (index - (count - 1) / 2) * room), 3, xycoords=EDGE)
+    for group in sorted(nothing):  # said once
+        tried = any(there for _, _, there in groups.cells[group])
+        frame.beside(ax, "INVALID" if tried else "not measured", (0, group), 3, xycoords=EDGE)
     frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names])
     ax.set_ylabel(groups.label if named else "")
     if not named:
@@ -163,4 +130,5 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
 
 
 def bar_style(index: int) -> dict[str, Any]:
-    return {"color": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], **BARS}
+    colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}

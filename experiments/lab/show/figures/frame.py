@@ -51,8 +51,6 @@ ROOM = 1.05  # times the highest value an axis from 0 reaches
 SPARE = 2.0  # times what is measured it reaches at most, whatever its intervals
 MARGIN = 1.25  # times what rules it, beyond which all else runs off
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
-
-
 _STYLE = {
     **{"axes.labelsize": 9, "axes.titlesize": 8, "axes.titlecolor": INK, "xtick.labelsize": 9, "ytick.labelsize": 9},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
@@ -81,8 +79,8 @@ def png(figure: Figure, page: str) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point. Its ids follow from
-    `name`, so that no other figure of the page has them."""
+    """An <svg> element for a page, with coordinates to a tenth of a point; what `says` attached stands in `data-tip`, a
+    text a point. Its ids follow from `name`, so that no other figure of the page has them."""
     buffer, dpi = io.StringIO(), figure.dpi
     with default_style(), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -92,18 +90,13 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<(?!g data-tip)[^>]*>", lambda tag: _shorter(tag[0]), text)
     for number, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', text)):  # called after coordinates, whose last
         text = text.replace(clip, f"{name}-{number}")  # digits differ from process to process
-    text, before = re.sub(r"\s*\n\s*", "\n", text), ""
-    while text != before:  # groups that say nothing, from the innermost out
-        text, before = re.sub(r"<g>\n((?:(?!<g|</g>)[^\x00])*)</g>\n", r"\1", text), text
-    return text
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def _shorter(tag: str) -> str:
-    """The same tag with coordinates to a tenth of a point, and nothing that says nothing."""
-    tag = re.sub(r'style="[^"]*"', lambda found: re.sub(r"(?<=[:;]) |font-family:[^;\"]*;?", "", found[0]), tag)
-    tag = re.sub(r' transform="rotate\(-?0 [^"]*"', "", " ".join(tag.split()).replace("xlink:href", "href"))
-    tag = re.sub(r' d="[^"]*"', lambda found: re.sub(r" ?([MLCQz]) ?", r"\1", found[0]), tag)
-    return re.sub(r"(\d+)\.0(?!\d)", r"\1", re.sub(r"(\d+\.\d)\d+", r"\1", tag))
+    tag = re.sub(r'font-family:[^;"]*;?', "", " ".join(tag.split()).replace("xlink:href", "href"))
+    tag = re.sub(r'(?<=[\d"]) ?([MLCQz]) ?', r"\1", tag)  # of a path
+    return re.sub(r"(\d+\.\d)\d+", r"\1", tag)
 
 
 def says(artist: Artist, tips: Sequence[str]) -> None:
@@ -236,11 +229,6 @@ def beside(ax: Axes, text: str, place: tuple[float, float], away: float, **more:
     ax.annotate(text, place, (away, 0), textcoords="offset points", **looks | more)
 
 
-def nothing(ax: Axes, why: str) -> None:
-    ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=INK, fontsize=9)
-    ax.set(xticks=[], yticks=[])
-
-
 def line_style(variant: int, kind: int) -> dict[str, Any]:
     colour = COLOURS[variant % len(COLOURS)]
     return {
@@ -258,11 +246,12 @@ def plain(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
 
 
-def spread(places: Sequence[float], scale: Any = float) -> list[float]:
-    """Ticks that leave each other room for a label, the largest first."""
-    room = 0.15 * (scale(max(places)) - scale(min(places))) if places else 0.0
-    shown: list[float] = []
-    for place in sorted(places, reverse=True):
-        if not shown or scale(shown[-1]) - scale(place) >= room:
-            shown.append(place)
-    return shown
+def spread(ax: Axes, places: Sequence[float], log: bool) -> None:
+    """The x axis, with ticks at those places that leave each other room for a label, the largest first."""
+    ax.set_xscale("log" if log else "linear")
+    along = [(math.log(place) if log else place, place) for place in sorted({*places}, reverse=True)]
+    shown = along[:1]
+    for at, place in along[1:]:
+        if shown[-1][0] - at >= 0.15 * (along[0][0] - along[-1][0]):
+            shown.append((at, place))
+    ticks(ax.xaxis, [place for _, place in shown])

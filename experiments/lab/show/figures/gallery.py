@@ -44,21 +44,9 @@ class Picture:
             return figure
 
 
-@dataclass(frozen=True)
-class Gallery:
-    """`first` are the two that stand above the fold: how much, and how it comes about."""
-
-    first: tuple[Picture, ...]
-    others: tuple[Picture, ...]
-
-    @property
-    def every(self) -> tuple[Picture, ...]:
-        return (*self.first, *self.others)
-
-
-def of(result: Result) -> Gallery:
-    """The baseline's second arm stands in the tables alone. Where the question is about pairs, what each mechanism
-    brings alone is no answer."""
+def of(result: Result) -> tuple[list[Picture], list[Picture]]:
+    """The two that stand above the fold, how much and how it comes about; and the others. The baseline's second arm
+    stands in the tables alone. Where the question is about pairs, what each mechanism brings alone is no answer."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     picture = partial(Picture, info)
@@ -71,7 +59,7 @@ def of(result: Result) -> Gallery:
     others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each not in first]
     if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
-    return Gallery(tuple(first), tuple(others))
+    return first, others
 
 
 def _courses(result: Result) -> Iterator[Picture]:
@@ -114,13 +102,12 @@ ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, Panel
 def panels(plot: PlotSpec, result: Result) -> Figure:
     every = [(panel, _shown(panel, result)) for panel in plot.panels]
     if plot.panels[0].kind in WHOLE:
-        _, draw = WHOLE[plot.panels[0].kind]
-        return draw(*every[0])
+        return WHOLE[plot.panels[0].kind][1](*every[0])
     every = [each for each in every if each[1].info.points]  # a run at fewer points has no place for some
     columns = 2 if len(every) == 4 else min(len(every), PANELS_A_ROW)
     rows = -(-len(every) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
-    groups = bars.few([bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every])
+    groups = [bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every]
     height = max([1.6 if all(groups) else PANEL_HEIGHT, *(1.1 + each.height for each in groups if each)])
     figure = frame.new(width, rows * height + 0.6)
     figure.set_layout_engine("constrained", wspace=0.06)  # a label at the side of a panel is not its neighbour's
@@ -129,7 +116,8 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
         here, before = groups[index], groups[index - 1] if index % columns else None
         named = here is None or before is None or before.names != here.names
         if why := _panel(ax, panel, own, here, named):
-            frame.nothing(ax, why)
+            ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=frame.INK, fontsize=9)
+            ax.set(xticks=[], yticks=[])
         if columns == PANELS_A_ROW:
             ax.set_title(textwrap.fill(ax.get_title(), TITLE))
     for ax in axes[len(every) :]:
@@ -145,10 +133,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     metric = result.info.metrics[panel.metric]
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
-    if groups is not None and groups.out_of:
-        words.append(groups.out_of)
-    words.append(f"{metric.better.value} is better")
-    ax.set_title(", ".join(words))
+    ax.set_title(", ".join([*words, f"{metric.better.value} is better"]))
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
     if groups is not None:
@@ -177,8 +162,7 @@ def _has_values(panel: PanelSpec, result: Result) -> bool:
     """Whether there is anything valid to draw."""
     shown = _shown(panel, result)
     if panel.kind in WHOLE:
-        found, _ = WHOLE[panel.kind]
-        return bool(found(panel, shown))
+        return bool(WHOLE[panel.kind][0](panel, shown))
     drawn = _drawn(panel, result)
     places = [p for p, settings in shown.info.points.items() if panel.x in (None, *drawn, *settings)]
     return any(all(result.values(*cell, name) for name in drawn) for cell in product(shown.info.variants, places))

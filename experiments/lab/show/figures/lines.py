@@ -11,7 +11,6 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
@@ -19,7 +18,7 @@ from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain, spread
+from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain
 from experiments.lab.spec import NOT_MEASURED, SHAPE, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -80,9 +79,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
             line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **line_style(row, kind) | y.caps)
             frame.says(line, [tip(text, plain(place), own, estimate) for place, own in zip(x, repeats, strict=True)])
     if numeric:
-        log = panel.log_x and min(place_of.values(), default=1) > 0
-        ax.set_xscale("log" if log else "linear")
-        frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
+        frame.spread(ax, list(place_of.values()), panel.log_x and min(place_of.values(), default=1) > 0)
     else:
         frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
     ax.set_xlabel(panel.x_label or wording.setting(key))
@@ -200,16 +197,12 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     else:
         series = [(label, [(v, p) for _, p in setting]) for v, label in info.variants.items()]
     for row, (label, cells) in enumerate(series):  # a variant's colour is the same in all panels
-        cells = [cell for cell in cells if cell[0] != info.baseline]
-        if metric:
-            x_of = {cell: median(own.values()) for cell in cells if (own := result.values(*cell, key))}
-        else:
-            x_of = {cell: info.points[cell[1]][key] for cell in cells}
-        measured, told = (
-            [(x, stats.paired(result.values(*cell, name), base(cell[1]))) for cell, x in x_of.items()]
-            for name in (panel.metric, FORMULA)
-        )
-        measured, told = ([(x, ratios) for x, ratios in found if ratios] for found in (measured, told))
+        measured, told = list[tuple[float, Repeats]](), list[tuple[float, Repeats]]()
+        for v, p in (cell for cell in cells if cell[0] != info.baseline):
+            at = [*result.values(v, p, key).values()] if metric else [info.points[p][key]]
+            for found, name in ((measured, panel.metric), (told, FORMULA)):
+                if at and (ratios := stats.paired(result.values(v, p, name), base(p))):
+                    found.append((median(at), ratios))
         if not measured:
             continue
         x, speedups = zip(*measured, strict=True)
@@ -225,8 +218,7 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     if panel.mark is not None:
         ax.axvline(panel.mark, color=BOUND, linewidth=1, linestyle="--", label=panel.mark_label or plain(panel.mark))
     if panel.log_x:
-        ax.set_xscale("log")
-        frame.ticks(ax.xaxis, spread(sorted(set(places)), np.log))
+        frame.spread(ax, places, True)
     frame.scale(ax.yaxis)
     ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")

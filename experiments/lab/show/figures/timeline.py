@@ -1,5 +1,4 @@
-"""The mechanism at work: what the engine did step by step, two variants side by side on the same axes. Tokens of each
-step, how long it took, every request from its arrival to its last token, and what the KV blocks held. And requests
+"""The mechanism at work: what the engine did step by step, two variants side by side on the same axes; and requests
 alone, as lines in the colours of what they went through."""
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ COPIES = "copies of its KV, all in all"
 LABELS = {"queued": "waiting"}  # where a legend has another word
 ROW, WIDEST = 0.11, 5.0  # inches of a request, and points of its line
 IN_GANTT = 16  # requests: beside the seconds that more of them take, none would be longer than a dot
-PREFILL, DECODE = COLOURS["prefill"], COLOURS["decode"]
 LOADING, LOADED = "waiting for KV that is loaded", "#661100"
 USED, UNUSED, CACHED, TIME, LOST = "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7", "#D55E00"
 
@@ -92,8 +90,8 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         course = partial(shape, steps, end=end, binned=binned)
         decode, both = course(lambda s: s.decode_tokens), course(lambda s: s.decode_tokens + s.prefill_tokens)
         tokens, duration = axes[0, column], axes[1, column]
-        tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
-        tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
+        tokens.stairs(decode.mean, decode.edges, fill=True, color=COLOURS["decode"], label="decode")
+        tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=COLOURS["prefill"], label="prefill")
         if binned:
             tokens.stairs(both.largest, both.edges, color=frame.INK, linewidth=0.6, label="largest step of a bin")
         times, waits = course(lambda s: 1e3 * s.duration_s), course(lambda s: 1e3 * s.duration_s * _loads(s))
@@ -209,9 +207,8 @@ def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
 
 
 def draw_requests(ax: Axes, requests: Sequence[RequestRow], loads: Sequence[tuple[float, float]] = ()) -> None:
-    """A line each, in the order of their arrival; of those that arrived together, of their turns. Below it a thin one,
-    as long as the copies of its KV took, which ends when the last of them did. `loads`: when steps waited for KV, which
-    is no prefill."""
+    """A line each, in the order of arrivals and turns; below it a thin one, as long as the copies of its KV took, which
+    ends when the last of them did. `loads`: when steps waited for KV, which is no prefill."""
     spans: dict[str, list[tuple[float, float, float, str]]] = {name: [] for name in (*COLOURS, LOADING)}
     copies: list[tuple[float, float, float]] = []
     turn = lambda r: (r.arrival_s, math.inf if r.first_scheduled_s is None else r.first_scheduled_s)  # noqa: E731

@@ -34,7 +34,6 @@ def forest(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
     figure, ax = frame.one(1.15 + 0.48 * len(found))
-    asked = [_asked(effect, info) for effect, _ in found]
     # That an interval of ratios reaches the bound of a claim on the value itself says nothing of that claim.
     ticks = [(None, None) if effect.is_absolute and effect.base else effect.ticks for effect, _ in found]
     marks = [1.0, *(gain.median for _, gain in found), *(place for own in ticks for place in own if place)]
@@ -61,7 +60,7 @@ def forest(result: Result) -> Figure:
         for tick, (label, shade) in zip(ticks[row], TICKS.items(), strict=True):
             if tick is not None:
                 ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=label)
-        text = f"{wording.number(gain.median)}x   {figures}{asked[row]}"
+        text = f"{wording.number(gain.median)}x   {figures}{_asked(effect, info)}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
     # What all rows have in common stands below them.
