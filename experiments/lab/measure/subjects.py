@@ -4,7 +4,6 @@ profiled, in a pass of their own that nothing is timed in."""
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import shutil
 import time
@@ -302,14 +301,6 @@ def _trace(engine: LLMEngine) -> dict[str, Any]:
         profiler.export_chrome_trace(str(path))
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def open_subject(kind: Kind, config: EngineConfig, tell: Callable[[int, int], None]) -> Subject:
-    """In this process; peers/pool.py knows those that have their own."""
-    if kind.can.module:  # which imports all of transformers
-        peer: Subject = importlib.import_module(kind.can.module).open_peer(config, {"threads": torch.get_num_threads()})
-        return peer
-    return EngineSubject(config, tell)
 
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
