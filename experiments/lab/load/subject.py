@@ -142,8 +142,6 @@ def _target(url: str, model: str) -> Target:
 
 @dataclass
 class Server:
-    """A server that runs."""
-
     command: str
     process: subprocess.Popen[Any]
     about: dict[str, Any] = field(default_factory=dict)  # url, model, api_pid, engine_pids, settings for the report

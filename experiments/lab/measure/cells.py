@@ -37,8 +37,6 @@ OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that is needed to measure a variant at a point."""
-
     variant: str
     point: Point
     kind: Kind
