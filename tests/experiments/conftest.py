@@ -35,7 +35,7 @@ from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
 from experiments.lab import axes, schema
-from experiments.lab.measure import cells, clocks, engine_processes, subjects
+from experiments.lab.measure import clocks, engine_processes, schedule, subjects
 from experiments.lab.peers import process
 from experiments.lab.show.figures import frame
 from mini_infer import LLMEngine
@@ -338,7 +338,7 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
         return LLMEngine(config, clock=clock)
 
     monkeypatch.setattr(subjects, "LLMEngine", engine)
-    monkeypatch.setattr(cells, "clock", clock)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(perf_counter=clock))
     # The dry model's sleep alone: a thread that another test left behind must not move this clock.
     monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep, perf_counter=clock))
     return clock

@@ -216,7 +216,7 @@ def test_memory_of_a_gpu_that_others_hold_is_not_the_engines(checkpoint, monkeyp
     for name in ("reset_peak_memory_stats", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     subject = EngineSubject(EngineConfig(model=ModelConfig(path=str(checkpoint)), cache=CacheConfig(num_blocks=32)))
-    subject._on_gpu, subject._bytes = True, None
+    subject._on_gpu = True
     assert subject.serve([Item(prompt(1, 17)[:17], 2)], 1).peak_memory == 300 + 40
     assert subject.serve([Item(prompt(1, 17)[:17], 2)], 1).peak_memory == 300 + 10 + 30
     subject.close()

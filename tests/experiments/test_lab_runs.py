@@ -68,13 +68,12 @@ def test_while_a_pass_runs_it_is_told_how_many_requests_have_ended(on_dry_model,
 
 def test_variants_take_turns(on_dry_model, monkeypatch):
     order = []
-    real = cells.open_subject
 
-    def noting(kind, config, tell):
+    def noting(config, tell):
         order.append(config.seed)
-        return real(kind, config, tell)
+        return EngineSubject(config, tell)
 
-    monkeypatch.setattr(cells, "open_subject", noting)
+    monkeypatch.setattr(cells, "EngineSubject", noting)
     config = on_dry_model("experiment.claims=[]", "measure.repeats=4")
     config.experiment.points = {}
     config.experiment.variants = {"transformers": {"seed": 1}, "engine": {"seed": 2}}
@@ -120,11 +119,10 @@ def test_planted_faults_are_caught(on_dry_model, virtual_time, monkeypatch, tmp_
     quick = "engine.model.dry.step_ms=1"  # of a clock that nothing else disturbs
     config = on_dry_model(quick, "+experiment.variants.engine.seed=7", f"paths.results={tmp_path / 'r'}")
     config.paths.reports = str(tmp_path / "reports")
-    real = cells.open_subject
     monkeypatch.setattr(
         cells,
-        "open_subject",
-        lambda kind, engine, tell: Broken(engine, fault) if engine.seed == 7 else real(kind, engine, tell),
+        "EngineSubject",
+        lambda engine, tell: Broken(engine, fault) if engine.seed == 7 else EngineSubject(engine, tell),
     )
     path = execute(config, "quickstart", [], tmp_path)
     result = store.read(tmp_path / "r/quickstart/own.in_process/cpu/default.json")

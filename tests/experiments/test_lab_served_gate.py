@@ -10,9 +10,10 @@ import pytest
 
 from experiments.lab.judge import exact_gate
 from experiments.lab.judge.exact_gate import Ask, ExactGate, Question
-from experiments.lab.load.asked import served
-from experiments.lab.measure.kinds import PeerSettings
-from mini_infer import EngineConfig
+from experiments.lab.load.asked import answers, served
+from experiments.lab.load.client import Target
+from experiments.lab.measure.kinds import PeerError, PeerSettings
+from mini_infer import EngineConfig, SamplingParams
 
 CONFIG = EngineConfig.from_dict(
     {"model": {"path": "tiny-draft", "device": "cpu"}, "parallel": {"replicas": 2, "routing": "prefix_aware"}}
@@ -47,6 +48,14 @@ def test_a_server_answers_as_its_engine_does_alone(gate: ExactGate, ask: Ask) ->
     (config,) = given
     assert config.parallel == CONFIG.parallel, "what is between clients and engines is gated with them"
     assert config.scheduler.max_num_seqs == 8, "with little memory"
+
+
+def test_a_question_without_an_answer_is_an_error_with_the_servers_words(ask: Ask) -> None:
+    told = "mini-infer-serve does not answer a question of the gate: "
+    with pytest.raises(PeerError, match=rf"{told}.*maximum context length"):
+        ask([([1] * 10_000, SamplingParams(max_tokens=1))])
+    with pytest.raises(PeerError, match=rf"{told}.*refused"):
+        answers(Target("127.0.0.1", 1, "/v1/completions", "nobody"), [([1], SamplingParams(max_tokens=1))])
 
 
 Change = Callable[[Question], Question]

@@ -98,8 +98,9 @@ def test_what_is_no_complete_answer_is_an_error():
 # --- one process, and a server that is made up ---------------------------------------------------------------------
 
 
-def drive(items, answer, places=1, hang_up=False):
-    """What a client finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer."""
+def drive(items, answer, places=1, hang_up=False, cut=None):
+    """What a client finds where `answer(body)` gives the stream; `hang_up` closes each connection behind an answer, and
+    the answer of number `cut` lacks its last byte."""
     bodies = []
 
     async def handle(reader, writer):
@@ -110,8 +111,9 @@ def drive(items, answer, places=1, hang_up=False):
                 bodies.append(json.loads(await reader.readexactly(length)))
                 data = answer(bodies[-1])
                 status, data = (b"200 OK", data) if isinstance(data, bytes) else (b"400 Bad Request", data[0])
-                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data))
-                if hang_up:
+                is_cut = len(bodies) == cut
+                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data) + is_cut, data))
+                if hang_up or is_cut:
                     break
         writer.close()
 
@@ -148,6 +150,12 @@ def test_a_connection_that_the_server_had_closed_is_replaced():
     outcome, bodies = drive([Item((n,), 3) for n in range(3)], three, hang_up=True)
     assert [trace.error for trace in outcome.traces] == [""] * 3
     assert [body["prompt"] for body in bodies] == [[0], [1], [2]]
+
+
+def test_an_answer_that_has_begun_is_not_asked_for_again():
+    outcome, bodies = drive([Item((n,), 3) for n in range(2)], three, cut=2)
+    assert [trace.error for trace in outcome.traces] == ["", "the connection was lost: the server closed it"]
+    assert len(bodies) == 2
 
 
 def test_a_refusal_and_a_stream_that_breaks_off_are_told():

@@ -8,7 +8,7 @@ events; what cannot be captured is called between them. On a CPU there is the cl
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,10 +185,7 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:
     if not on_gpu:
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return time.perf_counter() - started
+        return timeit.timeit(work, number=calls)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

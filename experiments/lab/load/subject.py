@@ -142,8 +142,6 @@ def _target(url: str, model: str) -> Target:
 
 @dataclass
 class Server:
-    """A server that runs."""
-
     command: str
     process: subprocess.Popen[Any]
     about: dict[str, Any] = field(default_factory=dict)  # url, model, api_pid, engine_pids, settings for the report
@@ -197,12 +195,10 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
     discard(process.stdout)
     with urllib.request.urlopen(f"{url}/healthz") as answer:
         health = json.load(answer)
-    server = Server("mini-infer-serve", process)
-    engine_pids = [replica["engine_pid"] for replica in health["replicas"]]
-    server.about = {"url": url, "model": health["model"], "api_pid": process.pid, "engine_pids": engine_pids}
     startup, number = health["startup"], settings["api_processes"]
     processes = "an API process" if number == 1 else f"{number} API processes"
     told = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": settings["threads"]}
-    started = {} if startup["device"] == "cpu" else {"started in": f"{startup['seconds']:.1f} s"}
-    server.about["settings"] = {**told, **started}
-    return server
+    if startup["device"] != "cpu":
+        told["started in"] = f"{startup['seconds']:.1f} s"
+    pids = {"api_pid": process.pid, "engine_pids": [replica["engine_pid"] for replica in health["replicas"]]}
+    return Server("mini-infer-serve", process, {"url": url, "model": health["model"], **pids, "settings": told})

@@ -4,7 +4,7 @@ variant keeps from the first pass to the last."""
 from __future__ import annotations
 
 import gc
-import time
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
-from experiments.lab.measure.subjects import open_subject
+from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
@@ -31,15 +31,12 @@ from mini_infer.core.config import AllReduce, EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
 
-clock = time.perf_counter  # of who watches from outside
 WARM_AGAIN, WARM_TOKENS = 2, 16  # requests, and tokens of each, before a pass of an engine that has been warm
 OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that is needed to measure a variant at a point."""
-
     variant: str
     point: Point
     kind: Kind
@@ -69,7 +66,7 @@ class Lent:
     warm: set[str] = field(default_factory=set)  # the points at which it has been warmed up in full
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        served = from_outside(self.subject.serve, items, concurrency, clock)
+        served = from_outside(self.subject.serve, items, concurrency)
         self.served += items
         return served
 
@@ -116,7 +113,10 @@ class Lending:
             return Lent(SimulatedSubject(self.simulator.setup(config)))
         if (peer := self.peers.open(kind, config)) is not None:
             return Lent(peer, stays=True)
-        return Lent(open_subject(kind, config, self.tell))
+        if kind.can.module:  # which imports all of transformers
+            settings = {"threads": torch.get_num_threads()}
+            return Lent(importlib.import_module(kind.can.module).open_peer(config, settings))
+        return Lent(EngineSubject(config, self.tell))
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:

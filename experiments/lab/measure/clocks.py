@@ -13,8 +13,9 @@ import ctypes
 import hashlib
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -144,7 +145,9 @@ class Watch:
         first, last, joules = self._state, self.look(), None
         if first is not None and last is not None and first.joules is not None and last.joules is not None:
             joules = last.joules - first.joules
-        return replace(drift(before, self._take(before)), joules=joules)
+        now = self._take(before)
+        gpu = abs(now.gpu_s / before.gpu_s - 1) if before.gpu_s and now.gpu_s else None
+        return Drift(abs(now.host_s / before.host_s - 1), gpu, joules)
 
     def summary(self) -> dict[str, float]:
         """Of `states`, by the names that ProcessInfo has for them: medians, and the most others that were busy."""
@@ -178,21 +181,10 @@ def _patiently(work: Callable[[], float], wanted_s: float) -> float:
     return found
 
 
-def drift(before: Speed, after: Speed) -> Drift:
-    gpu = abs(after.gpu_s / before.gpu_s - 1) if before.gpu_s and after.gpu_s else None
-    return Drift(abs(after.host_s / before.host_s - 1), gpu)
-
-
 def _host_work() -> float:
     """The fastest of some equal pieces. Hashing keeps to registers and the first-level cache; where the objects of an
     interpreter's loop happen to lie changes its time by 20 %, and serving requests moves them."""
-    fastest = float("inf")
-    for _ in range(PIECES):
-        start = time.perf_counter()
-        for _ in range(HASHES):
-            hashlib.sha256(_BLOCK).digest()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+    return min(timeit.repeat(lambda: hashlib.sha256(_BLOCK).digest(), repeat=PIECES, number=HASHES))
 
 
 def _gpu_work() -> float:

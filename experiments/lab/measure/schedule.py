@@ -90,17 +90,12 @@ def lead_s(items: Sequence[Item]) -> float:
     return min((item.arrival_s or 0.0 for item in items if item.follows is None), default=0.0)
 
 
-def from_outside(
-    serve: Callable[[Sequence[Item], int], Served],
-    items: Sequence[Item],
-    concurrency: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Served:
+def from_outside(serve: Callable[[Sequence[Item], int], Served], items: Sequence[Item], concurrency: int) -> Served:
     """A pass, timed by somebody who knows nothing of requests and tokens. Of several who called, each the next one, the
     last has the last word: what the others did beside is not in its time."""
-    start = clock()
+    start = time.perf_counter()
     served = serve(items, concurrency)
-    took = clock() - start - lead_s(items)
+    took = time.perf_counter() - start - lead_s(items)
     return served if served.outside_s is not None else replace(served, outside_s=took)
 
 

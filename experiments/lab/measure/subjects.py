@@ -4,7 +4,6 @@ profiled, in a pass of their own that nothing is timed in."""
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import shutil
 import time
@@ -17,18 +16,16 @@ from typing import Any
 
 import torch
 
-from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import FinishReason
-from mini_infer.modeling.loader import outline, resolve_device
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
@@ -50,13 +47,8 @@ class EngineSubject(Subject):
             self._step_costs = self.engine.executor.step_costs()
             self.engine.core.reset()
         self.about = _facts(self.engine.startup)
-        device = resolve_device(config.model).type
-        self._on_gpu = device == "cuda" and config.model.load_format is not LoadFormat.dry
-        self._bytes: tuple[int, int] | None = None  # on a CPU, of the weights and of a KV block; the dry model has none
-        if device == "cpu" and config.model.load_format is not LoadFormat.dry:
-            model = outline(*served_as(config, device))
-            self._bytes = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
-        self._compiled = compiled_kernels() if device == "cuda" else []
+        self._on_gpu = self.engine.startup.device != "cpu"  # as the dry model says, wherever it is
+        self._compiled = compiled_kernels() if self._on_gpu else []
         self._tell = tell
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
@@ -78,11 +70,11 @@ class EngineSubject(Subject):
     def _peak_memory(self, records: Sequence[StepRecord], before: int) -> int | None:
         """Bytes at the fullest moment of a pass: on a GPU what torch's allocator had given out to this engine, with the
         whole KV pool; `before` the pass it had given out so much, to all that live here. On a CPU, whose high water
-        would mostly be torch itself, weights and KV blocks in use. None of the dry model."""
-        if self._bytes is None:
-            return self._held + torch.cuda.max_memory_allocated() - before if self._on_gpu else None
-        weights, block = self._bytes
-        return weights + block * max((record.kv.used_blocks for record in records), default=0)
+        would mostly be torch itself, weights and KV blocks in use. None of the dry model, which has neither."""
+        if self._on_gpu:
+            return self._held + torch.cuda.max_memory_allocated() - before
+        startup, used = self.engine.startup, max((record.kv.used_blocks for record in records), default=0)
+        return startup.weight_bytes + used * (startup.kv_bytes // startup.num_kv_blocks) or None
 
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
@@ -302,14 +294,6 @@ def _trace(engine: LLMEngine) -> dict[str, Any]:
         profiler.export_chrome_trace(str(path))
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def open_subject(kind: Kind, config: EngineConfig, tell: Callable[[int, int], None]) -> Subject:
-    """In this process; peers/pool.py knows those that have their own."""
-    if kind.can.module:  # which imports all of transformers
-        peer: Subject = importlib.import_module(kind.can.module).open_peer(config, {"threads": torch.get_num_threads()})
-        return peer
-    return EngineSubject(config, tell)
 
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
