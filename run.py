@@ -12,9 +12,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import ablation_spec, catalog, interrupts, schema, sweep, typed
+from experiments.lab import interrupts, sweep
 from experiments.lab.commands import COMMANDS
-from experiments.lab.explain import explain
+from experiments.lab.config import ablation_spec, catalog, schema, typed
+from experiments.lab.config.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 ROOT = Path(__file__).resolve().parent

@@ -12,8 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import ablation_spec, axes, points, schema
-from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.config import ablation_spec, axes, points, schema
+from experiments.lab.config.ablation_spec import AblationSpec
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import NONE_OF, PREDICTED, RATE, TAKE
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import formulas, logit_gate, prediction, validity
 from experiments.lab.judge.exact_gate import ExactGate
@@ -26,9 +28,7 @@ from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import require_servable
 from experiments.lab.peers.pool import Peers
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import NONE_OF, PREDICTED, RATE, TAKE
 from experiments.lab.store.ledger import Ledger
 from experiments.lab.store.result import SIMULATED, Sample
 from experiments.lab.workloads import Inputs

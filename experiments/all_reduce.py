@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed import Store
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error, worst
 from experiments.lab.measure.together import ERROR, OverRanks, Rank, RanksSpec, largest
-from experiments.lab.points import Point
-from experiments.lab.spec import Count
 from mini_infer.core.config import Device, ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab.axes import CONF
+from experiments.lab.config.axes import CONF
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count, ExperimentSpec, Positive, Several
 from experiments.lab.experiment import Experiment, Findings, run_rounds
 from experiments.lab.judge import logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
@@ -30,9 +32,7 @@ from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_seconds, fit, residuals
 from experiments.lab.measure.traces import Served, StepRow, step_rows
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams

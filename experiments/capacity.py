@@ -19,14 +19,14 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.lab import schema
+from experiments.lab.config import schema
+from experiments.lab.config.points import Point, flat
+from experiments.lab.config.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Better, Metric
 from experiments.lab.measure.plans import OF_PASS, PROPOSER, REPLICAS, TIE, Layouts, Plan, engine_of, measuring, server
-from experiments.lab.points import Point, flat
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREFILL_SHARE, Count, ExperimentSpec, PositiveShare
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device

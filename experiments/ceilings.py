@@ -15,15 +15,15 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab.axes import CONF
+from experiments.lab.config.axes import CONF
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import ExperimentSpec, Positive
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import seconds_of
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec, Positive
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import Device

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments.lab.config.points import Point, find_point
+from experiments.lab.config.spec import IN_TIME, PREDICTED, TAKE, Count, ExperimentSpec, Positive, Several
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import formulas, logit_gate, prediction, stats, validity
 from experiments.lab.judge.exact_gate import Ask, ExactGate, Question, plain
@@ -30,9 +32,7 @@ from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplic
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
-from experiments.lab.points import Point, find_point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import IN_TIME, PREDICTED, TAKE, Count, ExperimentSpec, Positive, Several
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads.base import Item, Vocabulary

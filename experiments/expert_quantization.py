@@ -17,16 +17,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from experiments.lab.ablation_spec import made
+from experiments.lab.config.ablation_spec import made
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count, ExperimentSpec
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.judge.logit_gate import probe_batch
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import hardware
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import Count, ExperimentSpec
 from mini_infer import LLMEngine
 from mini_infer.assets.prompts import heldout_sources
 from mini_infer.assets.tokens import document_stream

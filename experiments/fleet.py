@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Checked, Count, ExperimentSpec, Part, Positive
 from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
 from experiments.lab.measure.simulated import OF_REPLICAS
-from experiments.lab.points import Point
-from experiments.lab.spec import Checked, Count, ExperimentSpec, Part, Positive
 from mini_infer.core.config import Device
 from mini_infer.core.limits import Limits
 from mini_infer.core.request import Request

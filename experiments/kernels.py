@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points
+from experiments.lab.config import points
+from experiments.lab.config.explain import require_known
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import ExperimentSpec, Floating, Positive
 from experiments.lab.experiment import Experiment, Findings, run_rounds
-from experiments.lab.explain import require_known
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
@@ -29,9 +31,7 @@ from experiments.lab.kernels.push import KVPush
 from experiments.lab.measure import ceilings
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec, Floating, Positive
 from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError, MiniInferError

@@ -21,19 +21,19 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from experiments.lab.config.explain import require_known
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count, ExperimentSpec
 from experiments.lab.experiment import Findings, Probe
-from experiments.lab.explain import require_known
 from experiments.lab.judge import logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import ErrorGate, Gate, compare
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import row_error
 from experiments.lab.measure import hardware
-from experiments.lab.points import Point
 from experiments.lab.show import wording
 from experiments.lab.show.progress import Steps
 from experiments.lab.show.sweeps import Beside
-from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.assets.evaluate import load

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count, ExperimentSpec
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import stats
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import Count, ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
 from mini_infer.cache.kv_manager import KVManager

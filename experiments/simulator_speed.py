@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import Count, ExperimentSpec, Positive
 from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.simulated import OF_REPLICAS
-from experiments.lab.points import Point
-from experiments.lab.spec import Count, ExperimentSpec, Positive
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.limits import Limits
 from mini_infer.serving.router import Router

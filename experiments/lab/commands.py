@@ -71,13 +71,13 @@ def stale(chosen: Namespace, root: Path) -> None:
 
 
 def list_experiments(chosen: Namespace, root: Path) -> None:
-    from experiments.lab import catalog
+    from experiments.lab.config import catalog
 
     print(catalog.experiment_list(root / "conf"))
 
 
 def show(chosen: Namespace, root: Path) -> None:
-    from experiments.lab import catalog
+    from experiments.lab.config import catalog
 
     print(catalog.outlook(chosen.experiment, chosen.override, root))
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import schema, sweep, typed
+from experiments.lab import sweep
+from experiments.lab.config import schema, typed
 from experiments.lab.experiment import Experiment, Findings, IncompleteRun
 from experiments.lab.measure import hardware, processes
 from experiments.lab.show import report

@@ -12,8 +12,10 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import schema
-from experiments.lab.axes import CONF
+from experiments.lab.config import schema
+from experiments.lab.config.axes import CONF
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import ExperimentSpec
 from experiments.lab.judge import claims, stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
@@ -23,9 +25,7 @@ from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
 from experiments.lab.store.rows import Row

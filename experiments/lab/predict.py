@@ -14,16 +14,16 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from experiments.lab import catalog, schema
-from experiments.lab.ablation_spec import ABLATION, require_files
+from experiments.lab.config import catalog, schema
+from experiments.lab.config.ablation_spec import ABLATION, require_files
+from experiments.lab.config.points import flat, keys, within
+from experiments.lab.config.spec import NONE_OF, PREDICTED, STEPS, TAKE
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs, hardware, processes
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.points import flat, keys, within
 from experiments.lab.show import grids
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import NONE_OF, PREDICTED, STEPS, TAKE
 from experiments.lab.store import provenance, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row, from_plain

@@ -22,7 +22,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from experiments.lab.explain import explain
+from experiments.lab.config.explain import explain
 from mini_infer.core.cores import usable_cores
 
 FILE = "outcome.json"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.config.ablation_spec import AblationSpec
+from experiments.lab.config.spec import VARIANT_KEYS, ClaimSpec, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import VARIANT_KEYS, ClaimSpec, PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]

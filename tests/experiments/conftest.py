@@ -34,7 +34,7 @@ from yaml.constructor import SafeConstructor
 from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
-from experiments.lab import axes, schema
+from experiments.lab.config import axes, schema
 from experiments.lab.measure import clocks, engine_processes, schedule, subjects
 from experiments.lab.peers import process
 from experiments.lab.show.figures import frame

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import RequestRow, StepRow
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Provenance, Result, RunInfo
 from experiments.lab.store.rows import Row
 

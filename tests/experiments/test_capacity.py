@@ -15,16 +15,16 @@ from small_runs import run as measured
 
 from experiments.ablation import Ablation
 from experiments.capacity import GPUS, VARIANT, Capacity, front
-from experiments.lab import catalog, typed
-from experiments.lab.axes import CONF
+from experiments.lab.config import catalog, typed
+from experiments.lab.config.axes import CONF
+from experiments.lab.config.points import Point, flat
+from experiments.lab.config.spec import PanelKind, PanelSpec
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure import plans
 from experiments.lab.measure.plans import Plan
-from experiments.lab.points import Point, flat
 from experiments.lab.show import answer
 from experiments.lab.show.figures import lines
-from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
 from mini_infer.core.errors import ConfigError

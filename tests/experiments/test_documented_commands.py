@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from small_runs import DRY, FEW
 
 from experiments import soak
-from experiments.lab import catalog, schema, typed
 from experiments.lab import commands as of_run_py
+from experiments.lab.config import catalog, schema, typed
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.assets import adapters, evaluate, shipped_path, train
 from mini_infer.assets.adapters import random_adapter, write_adapter

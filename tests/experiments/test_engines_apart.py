@@ -16,6 +16,7 @@ import pytest
 
 from experiments import disaggregation
 from experiments.disaggregation import APART, AUTO, STREAM, TOGETHER, VLLM, Disaggregation, Mix
+from experiments.lab.config.spec import PREDICTED
 from experiments.lab.judge import exact_gate
 from experiments.lab.judge.stats import abba
 from experiments.lab.measure import engine_processes
@@ -24,7 +25,6 @@ from experiments.lab.measure.kinds import Kind, VLLMSettings
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import PREDICTED
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, Numerics, replace

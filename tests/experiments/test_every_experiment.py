@@ -13,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from test_lab_configs import EXPERIMENTS
 
 from experiments import expert_quantization
-from experiments.lab import axes
+from experiments.lab.config import axes
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import case as kernel_timer

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from experiments.ablation import Ablation
-from experiments.lab import ablation_spec, axes, catalog, schema, typed
+from experiments.lab.config import ablation_spec, axes, catalog, schema, typed
 from experiments.lab.execute import execute
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure.kinds import Kind

@@ -9,7 +9,7 @@ import torch
 
 from experiments import ceilings as experiment
 from experiments.ceilings import CeilingsExperiment
-from experiments.lab.axes import CONF
+from experiments.lab.config.axes import CONF
 from experiments.lab.execute import execute
 from experiments.lab.measure import ceilings, clocks, hardware
 from experiments.lab.measure.hardware import Hardware

@@ -12,9 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.ablation import Ablation
 from experiments.capacity import CapacitySpec
-from experiments.lab import axes, catalog, schema, typed
+from experiments.lab.config import axes, catalog, schema, typed
+from experiments.lab.config.explain import explain, suggest
 from experiments.lab.execute import execute
-from experiments.lab.explain import explain, suggest
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.store import provenance
 from experiments.lab.workloads import WORKLOADS

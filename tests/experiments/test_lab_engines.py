@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from experiments.ablation import Ablation
-from experiments.lab import schema
-from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.config import schema
+from experiments.lab.config.ablation_spec import AblationSpec
 from experiments.lab.execute import execute
 from experiments.lab.measure import cells
 from experiments.lab.measure.kinds import Kind, PeerError

@@ -10,13 +10,13 @@ import pytest
 from made_up import equal, requests, result
 from matplotlib.colors import to_hex
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, expert_rows
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import bars, frame, gallery, load, stacks, worth
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 
 pytestmark = pytest.mark.slow  # together they take a while

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import ClaimSpec
 from experiments.lab.judge.claims import Bound, Claim, Verdict, judge, resolve_all
 from experiments.lab.judge.gate import Difference, compare
-from experiments.lab.points import Point
-from experiments.lab.spec import ClaimSpec
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.errors import ConfigError
 

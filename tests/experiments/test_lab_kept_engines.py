@@ -6,7 +6,8 @@ import pytest
 from small_runs import measured, probe
 
 from experiments import ablation
-from experiments.lab import points
+from experiments.lab.config import points
+from experiments.lab.config.points import Point
 from experiments.lab.judge.gate import compare
 from experiments.lab.measure import cells
 from experiments.lab.measure.hardware import Hardware
@@ -15,7 +16,6 @@ from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Inputs, Item
 from mini_infer.core.config import EngineConfig

@@ -7,13 +7,13 @@ import pytest
 from made_up import METRICS, engine_steps, requests, result
 from test_lab_figures import names, rows
 
-from experiments.lab import schema
+from experiments.lab.config import schema
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import GapRow, RequestTrace, Served, gap_rows
 from experiments.lab.show import wording
 from experiments.lab.show.figures import gallery, load
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import to_csv
 
 pytestmark = pytest.mark.slow  # some seconds together

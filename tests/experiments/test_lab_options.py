@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hydra.errors import MissingConfigException
 
-from experiments.lab import catalog, schema
 from experiments.lab.commands import COMMANDS
-from experiments.lab.explain import explain
+from experiments.lab.config import catalog, schema
+from experiments.lab.config.explain import explain
+from experiments.lab.config.schema import TrackerSettings
 from experiments.lab.measure.hardware import Hardware
-from experiments.lab.schema import TrackerSettings
 from mini_infer.core.config import EngineConfig, Layout
 from mini_infer.core.errors import ConfigError
 

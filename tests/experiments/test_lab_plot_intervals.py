@@ -6,11 +6,11 @@ import pytest
 from made_up import result
 from test_lab_plots import axes_of
 
+from experiments.lab.config.spec import PanelKind, PanelSpec
 from experiments.lab.judge import stats
 from experiments.lab.show.figures import bars
 from experiments.lab.show.figures.frame import line_style
 from experiments.lab.show.figures.lines import intervals
-from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 
 WIDE = [1.91, 1.45, 0.02]  # the interval goes from 0.0005 to 250

@@ -10,12 +10,12 @@ import pytest
 from made_up import VARIANTS, engine_steps, requests, result
 from PIL import Image
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show.figures import frame, gallery, load, stacks, timeline
 from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.gallery import panels as draw_panels
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 

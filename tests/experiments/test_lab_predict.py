@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from experiments.disaggregation import APART, TOGETHER
-from experiments.lab import catalog, schema
+from experiments.lab.config import catalog, schema
+from experiments.lab.config.spec import PREDICTED, TAKE
 from experiments.lab.execute import execute
 from experiments.lab.experiment import Findings
 from experiments.lab.measure import clocks, costs, hardware, processes
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.predict import OF_PREDICTIONS, _replaced, again
-from experiments.lab.spec import PREDICTED, TAKE
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError

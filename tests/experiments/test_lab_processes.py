@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
-from experiments.lab import schema
+from experiments.lab.config import schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import processes

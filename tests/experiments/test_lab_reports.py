@@ -12,6 +12,7 @@ import pytest
 from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests, result
 
 from experiments.kernels import METRICS as OF_KERNELS
+from experiments.lab.config.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ALONE, ErrorGate
@@ -22,7 +23,6 @@ from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.older import LABELS, in_todays_words
 from experiments.lab.show.pages import screen
-from experiments.lab.spec import BOUND, STEPS, PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import Sample, StoreError

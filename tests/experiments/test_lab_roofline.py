@@ -7,13 +7,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from experiments.lab.config.points import Point
 from experiments.lab.judge import roofline
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.judge.roofline import StepCosts, StepWork, floor
 from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.points import Point
 from experiments.lab.workloads.random import Fixed
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, ModelConfig

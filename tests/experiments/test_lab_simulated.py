@@ -229,7 +229,7 @@ def test_blocks_between_engines_take_what_the_link_takes(tmp_path: Path) -> None
 
 
 def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
-    from experiments.lab import schema
+    from experiments.lab.config import schema
 
     engine = schema.engine_config(compose_config("model=qwen2_5_7b", "engine.model.dtype=bfloat16").engine)
     engine = dataclasses.replace(engine, model=dataclasses.replace(engine.model, device=Device.cuda))
@@ -247,7 +247,7 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
 
 
 def gpu_engine(compose_config, *overrides: str) -> EngineConfig:
-    from experiments.lab import schema
+    from experiments.lab.config import schema
 
     return schema.engine_config(compose_config("scale=7b", "engine.cache.memory_gib=null", *overrides).engine)
 

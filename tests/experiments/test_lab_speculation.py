@@ -6,6 +6,7 @@ from made_up import result
 from matplotlib.figure import Figure
 from test_lab_metrics import record, trace, value
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import pairs
 from experiments.lab.judge.draft_formulas import (
     NO_COSTS,
@@ -19,7 +20,6 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.show.answer import sentence
 from experiments.lab.show.figures import gallery, lines
 from experiments.lab.show.grids import Sheet
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.uniforms import SYNTHETIC, hash_seeds, uniforms

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ErrorGate, compare
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import GapRow, RequestRow, StepRow
 from experiments.lab.show.pages import report_page
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Provenance, Result, RunInfo, Sample, StoreError
 from experiments.lab.store.rows import Row

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.lab import sweep
+from experiments.lab.config.schema import TrackerKind, TrackerSettings
 from experiments.lab.execute import execute
-from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import report
 from experiments.lab.store import result as store
 from experiments.lab.store import trackers

@@ -407,7 +407,7 @@ def test_the_vocabulary_knows_the_models_length():
 
 
 def test_every_file_in_conf_makes_the_kind_it_names(compose_config):
-    from experiments.lab import schema
+    from experiments.lab.config import schema
 
     for kind, cls in WORKLOADS.items():
         assert type(schema.workload(compose_config(f"workload={kind}"))) is cls

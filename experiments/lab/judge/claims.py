@@ -10,11 +10,11 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from experiments.lab.explain import require_known
+from experiments.lab.config.explain import require_known
+from experiments.lab.config.points import Point, find_point
+from experiments.lab.config.spec import ClaimSpec
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.points import Point, find_point
-from experiments.lab.spec import ClaimSpec
 from experiments.lab.store.rows import Table
 from mini_infer.core.errors import ConfigError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from experiments.lab import explain
+from experiments.lab.config import explain
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
 from experiments.lab.judge.metrics import (

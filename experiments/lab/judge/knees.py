@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from experiments.lab.config.spec import IN_TIME, RATE
 from experiments.lab.judge.stats import Kept
-from experiments.lab.spec import IN_TIME, RATE
 from experiments.lab.store.rows import Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from itertools import product
 
-from experiments.lab.axes import NO_SCALE
+from experiments.lab.config.axes import NO_SCALE
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording

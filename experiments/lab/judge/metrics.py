@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from experiments.lab.config.spec import Checked, Positive
 from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.spec import Checked, Positive
 from experiments.lab.store.rows import NOT_SHOWN
 from mini_infer.core.plan import StepRecord
 

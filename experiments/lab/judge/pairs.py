@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 from itertools import combinations
 
+from experiments.lab.config.spec import PanelKind
 from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.grids import Grid
-from experiments.lab.spec import PanelKind
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from experiments.lab import schema
-from experiments.lab.axes import CONF
+from experiments.lab.config import schema
+from experiments.lab.config.axes import CONF
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.store import result as store

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from experiments.lab.config.points import Point
 from experiments.lab.judge import formulas, roofline
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure import hardware
@@ -24,7 +25,6 @@ from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Peers
-from experiments.lab.points import Point
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs, Item, Workload
 from mini_infer.core.config import AllReduce, EngineConfig, LoadFormat

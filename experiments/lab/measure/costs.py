@@ -15,13 +15,13 @@ import numpy as np
 import torch
 import yaml
 
-from experiments.lab.axes import CONF
+from experiments.lab.config.axes import CONF
+from experiments.lab.config.points import flat, keys, within
+from experiments.lab.config.spec import BOUND, ESTIMATE
 from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.points import flat, keys, within
-from experiments.lab.spec import BOUND, ESTIMATE
 from experiments.lab.store import result as store
 from experiments.lab.store.rows import from_plain
 from mini_infer.core.config import Connector, DryConfig, EngineConfig, When

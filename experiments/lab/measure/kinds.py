@@ -10,8 +10,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.lab.points import keys
-from experiments.lab.spec import Checked, Count, Natural, Positive
+from experiments.lab.config.points import keys
+from experiments.lab.config.spec import Checked, Count, Natural, Positive
 from mini_infer.core.errors import MiniInferError
 
 if TYPE_CHECKING:

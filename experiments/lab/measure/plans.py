@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, schema
+from experiments.lab.config import axes, schema
+from experiments.lab.config.points import Point, flat, within
+from experiments.lab.config.spec import NOT_MEASURED, PREFILL_SHARE, SHAPE
 from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.load.subject import flags
 from experiments.lab.measure.simulated import Setup, Simulator, drive
 from experiments.lab.measure.traces import RequestTrace, Served
-from experiments.lab.points import Point, flat, within
-from experiments.lab.spec import NOT_MEASURED, PREFILL_SHARE, SHAPE
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, Routing
 from mini_infer.core.errors import ConfigError

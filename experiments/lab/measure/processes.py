@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import axes, interrupts, schema
+from experiments.lab import interrupts
+from experiments.lab.config import axes, schema
 from experiments.lab.experiment import Findings, words
 from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import IN_TIME, RATE, Checked, FromZero, Natural, Positive, PositiveShare
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS, SEARCH
-from experiments.lab.points import Point
-from experiments.lab.spec import IN_TIME, RATE, Checked, FromZero, Natural, Positive, PositiveShare
 from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs, Workload
 from experiments.lab.workloads.base import Arriving

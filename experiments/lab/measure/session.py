@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.config.ablation_spec import AblationSpec
+from experiments.lab.config.points import Point
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
 from experiments.lab.measure.cells import Cell, Lending, Pass
@@ -13,7 +14,6 @@ from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, why_lost
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger
 from experiments.lab.store.rows import Row

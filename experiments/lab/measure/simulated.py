@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from experiments.lab.config.points import keys
+from experiments.lab.config.spec import STEPS
 from experiments.lab.measure import ceilings, costs, hardware
 from experiments.lab.measure.costs import Found, Target, Watched
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Subject
 from experiments.lab.measure.schedule import Outcomes
 from experiments.lab.measure.traces import Served
-from experiments.lab.points import keys
-from experiments.lab.spec import STEPS
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.config import replace as changed

@@ -13,14 +13,14 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed import PrefixStore, Store
 
+from experiments.lab.config.points import Point
+from experiments.lab.config.spec import ExperimentSpec, Floating, Positive, Several
 from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import ProcessSettings
 from experiments.lab.peers.process import PeerProcess, ask_all
-from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import ExperimentSpec, Floating, Positive, Several
 from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device

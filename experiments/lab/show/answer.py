@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from experiments.lab import points
+from experiments.lab.config import points
 from experiments.lab.judge import marks, pairs
 from experiments.lab.judge.knees import FOUND
 from experiments.lab.judge.metrics import Better

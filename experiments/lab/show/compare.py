@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from experiments.lab import points
+from experiments.lab.config import points
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording

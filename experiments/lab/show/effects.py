@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experiments.lab.config.spec import PREDICTED, RATE
 from experiments.lab.judge.claims import AIM, Claim, Judgement, Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
-from experiments.lab.spec import PREDICTED, RATE
 from experiments.lab.store.result import Result, RunInfo
 
 TARGET = "target"  # begins the source of a claim

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from experiments.lab.config.spec import BOUND, ESTIMATE, PREDICTED, STEPS
 from experiments.lab.judge import prediction, stats
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.gate import ALONE
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import effects, wording
-from experiments.lab.spec import BOUND, ESTIMATE, PREDICTED, STEPS
 from experiments.lab.store.result import Result, RunInfo
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling

@@ -12,7 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from experiments.lab.axes import IN_PROCESS, NO_SCALE
+from experiments.lab.config.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab import points
+from experiments.lab.config import points
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import COMPLETE, Result, RunInfo, run_name, slug
 from experiments.lab.store.rows import Row
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.lab import points
+from experiments.lab.config import points
 from experiments.lab.judge.claims import Claim, Judgement, Verdict
 from experiments.lab.judge.gate import ALONE, ErrorGate
 from experiments.lab.judge.stats import Estimate

@@ -22,15 +22,15 @@ from typing import Any
 
 import msgspec
 
-from experiments.lab.axes import IN_PROCESS, OWN
+from experiments.lab.config.axes import IN_PROCESS, OWN
+from experiments.lab.config.points import short_names
+from experiments.lab.config.spec import PlotSpec
 from experiments.lab.judge import formulas, knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
-from experiments.lab.points import short_names
-from experiments.lab.spec import PlotSpec
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import OtherFormat, Row, Table, Turn, from_csv, from_plain, rounded, to_csv
 from mini_infer.core.errors import MiniInferError

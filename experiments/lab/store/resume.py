@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.lab import points, typed
+from experiments.lab.config import points, typed
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments.lab import axes
+from experiments.lab.config import axes
 from experiments.lab.store.provenance import git
 from experiments.lab.store.result import TABLES, Result, RunInfo, StoreError, run_path
 

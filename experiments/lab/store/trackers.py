@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import sweep
-from experiments.lab.schema import TrackerKind, TrackerSettings
+from experiments.lab.config.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result, page_name
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from experiments.lab.spec import Checked, Count, Positive
+from experiments.lab.config.spec import Checked, Count, Positive
 from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 

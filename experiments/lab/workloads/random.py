@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab.spec import Count, FromZero, Natural, Positive, Share
+from experiments.lab.config.spec import Count, FromZero, Natural, Positive, Share
 from experiments.lab.workloads.base import START, Arriving, Counted, Inputs, Item, Vocabulary, Workload, generator
 from mini_infer.core.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab.spec import Count, Share
+from experiments.lab.config.spec import Count, Share
 from experiments.lab.workloads.base import START, Counted, Inputs, Item, Vocabulary
 from mini_infer.assets.prompts import heldout_prompts
 from mini_infer.core.errors import ConfigError

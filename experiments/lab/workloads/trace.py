@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from experiments.lab.spec import Count, FromOne, Natural, Positive
+from experiments.lab.config.spec import Count, FromOne, Natural, Positive
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.random import RandomTokens
 from mini_infer.core.errors import ConfigError

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lab.config.spec import PanelSpec
 from experiments.lab.judge import stats
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
-from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 MANY = 4  # bars in a group that can still be told apart,

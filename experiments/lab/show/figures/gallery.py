@@ -11,11 +11,11 @@ from itertools import product
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import pairs
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
 from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Result, RunInfo, page_name, slug
 
 FIGURES = "figures"  # their folder beside the pages

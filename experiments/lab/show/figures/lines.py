@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
+from experiments.lab.config.spec import NOT_MEASURED, SHAPE, PanelSpec
 from experiments.lab.judge import stats
 from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain
-from experiments.lab.spec import NOT_MEASURED, SHAPE, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 

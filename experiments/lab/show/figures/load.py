@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lab.config.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.judge import knees
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
-from experiments.lab.spec import RATE, PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
 COUNT = "workload.count"

@@ -10,13 +10,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.lab.config.spec import PanelSpec
 from experiments.lab.judge import stats
 from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role, role_of
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, ON_TOP
 from experiments.lab.show.grids import Grid
-from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number

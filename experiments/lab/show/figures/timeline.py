@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experiments.lab.config.spec import PanelSpec
 from experiments.lab.measure.traces import RequestRow, StepRow
 from experiments.lab.show import effects
 from experiments.lab.show.figures import frame
-from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 
 MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line

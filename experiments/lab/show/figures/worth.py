@@ -11,12 +11,12 @@ from matplotlib.colors import ListedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experiments.lab.config.spec import PanelSpec
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
-from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result, RunInfo
 
 ROWS = 5

@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
-from experiments.lab.explain import require_known
+from experiments.lab.config import axes, points, schema
+from experiments.lab.config.explain import require_known
+from experiments.lab.config.spec import PREDICTED, ClaimSpec, ExperimentSpec, Natural, Positive, settings_of
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import SERVED, Kind
 from experiments.lab.measure.rate_search import RateSearch
-from experiments.lab.spec import PREDICTED, ClaimSpec, ExperimentSpec, Natural, Positive, settings_of
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime import preflight

@@ -13,9 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import ablation_spec, axes, points, schema
-from experiments.lab.explain import require_known, suggest
-from experiments.lab.spec import RATE, settings_of
+from experiments.lab.config import ablation_spec, axes, points, schema
+from experiments.lab.config.explain import require_known, suggest
+from experiments.lab.config.spec import RATE, settings_of
 from experiments.lab.workloads import WORKLOADS
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError

@@ -15,11 +15,11 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.lab import axes
-from experiments.lab.explain import describe
+from experiments.lab.config import axes
+from experiments.lab.config.explain import describe
+from experiments.lab.config.spec import Checked, Count, ExperimentSpec, Name, Natural
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind, PeerSettings
-from experiments.lab.spec import Checked, Count, ExperimentSpec, Name, Natural
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, ValidationError
 from omegaconf.errors import OmegaConfBaseException as OmegaConfError
 
-from experiments.lab import points
+from experiments.lab.config import points
 from mini_infer.assets import SHIPPED
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, MiniInferError

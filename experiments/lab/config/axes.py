@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mini_infer.core.errors import ConfigError
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf"
 GROUP = "at"
 IN_PROCESS, HTTP, URL = "in_process", "http", "url"  # of conf/via/
 OWN = "own"  # the scale of an experiment that names none, and says itself what it measures

@@ -9,15 +9,15 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from experiments.lab import schema, typed
-from experiments.lab.ablation_spec import AblationSpec, require_files
-from experiments.lab.axes import NO_SCALE, nodes, read
 from experiments.lab.commands import COMMANDS
-from experiments.lab.explain import require_known
+from experiments.lab.config import schema, typed
+from experiments.lab.config.ablation_spec import AblationSpec, require_files
+from experiments.lab.config.axes import NO_SCALE, nodes, read
+from experiments.lab.config.explain import require_known
+from experiments.lab.config.schema import SHORT
+from experiments.lab.config.spec import PREDICTED
 from experiments.lab.judge.knees import SEARCH
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.schema import SHORT
-from experiments.lab.spec import PREDICTED
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import Device, LoadFormat
 from mini_infer.core.errors import ConfigError
