@@ -16,6 +16,7 @@ from experiments.lab.config import schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import processes
+from experiments.lab.show import progress
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads.base import Vocabulary
@@ -144,6 +145,20 @@ def test_two_processes_measure_and_hand_back_what_they_found(config, monkeypatch
     assert len(found.requests) == 2 * 2 * 2 * 3 * 3  # processes, repeats, points, variants, requests
     assert {(gate.variant, gate.total_tokens) for gate in found.gates} == {("engine", 2 * 2 * 15)}
     assert all(gate.passed for gate in found.gates)
+
+
+def test_a_long_pass_in_another_process_is_told_of_here(monkeypatch):
+    monkeypatch.setattr(progress, "TOLD_S", 0.0)
+    here, there = Pipe(duplex=False)
+    relay = processes._Relay(there)
+    relay.within(0, 8)  # engines start
+    relay.next("engine")
+    relay.within(3, 8)
+    assert [here.recv() for _ in range(3)] == [("tell", (0, 8)), ("next", ("engine",)), ("tell", (3, 8))]
+    told = []
+    monkeypatch.setattr(Steps, "_say", lambda self, text, before="": told.append(text))
+    Steps("run").tell(3, 8)
+    assert told == ["run: 3 of 8 requests"]
 
 
 def test_numbers_and_gates_are_put_together(config, monkeypatch):

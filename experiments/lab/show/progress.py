@@ -19,6 +19,7 @@ class Steps:
     how far the one under way has come, and how long all take like that; it is empty before that is known."""
 
     pace = ""
+    _told = 0.0  # when the step that is under way was last spoken of
 
     def __init__(self, title: str) -> None:
         console = Console(stderr=True)
@@ -27,9 +28,8 @@ class Steps:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self._bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not self._drawn)
         self._task = self._bar.add_task(title, total=None)
-        self._title = self._text = title  # the text is of the step that is under way
-        # When all began, the step that is under way, and when that was last spoken of.
-        self._started = self._begun = self._told = time.monotonic()
+        self._title = self._text = title  # the text is of the step that is under way,
+        self._started = self._begun = time.monotonic()  # which began then
         self._total = self._done = self._process = 0
         self._processes = 1
 
@@ -68,12 +68,13 @@ class Steps:
 
     def within(self, done: int, total: int) -> None:
         """Requests that have ended. Told at most every TOLD_S, between steps: what is measured hardly feels it."""
-        now = time.monotonic()
-        if now - self._told < TOLD_S:
-            return
-        self._told = now
+        if time.monotonic() - self._told >= TOLD_S:
+            self._told = time.monotonic()
+            self.tell(done, total)
+
+    def tell(self, done: int, total: int) -> None:
         if done:
-            seconds = now - self._begun
+            seconds = time.monotonic() - self._begun
             whole = f"{self._total} passes take about {seconds * total / done * self._total / 60:.0f} min"
             answered = f"{done} of {total} requests were answered after {seconds:.0f} s"
             self.pace = f"{answered}: at that pace the run's {whole}"
