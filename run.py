@@ -41,7 +41,7 @@ def main() -> None:
     try:
         first = next(iter(sys.argv[1:]), "")
         if first in COMMANDS:
-            COMMANDS[first].run(sys.argv[2:], ROOT)
+            COMMANDS[first].run(first, sys.argv[2:], ROOT)
             return
         catalog.require_setting(first, CONF)
         if len(sys.argv) == 1:

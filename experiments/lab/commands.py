@@ -26,8 +26,7 @@ class Command:
     work: Callable[[Namespace, Path], None]  # of what was typed, and the folder of run.py
     arguments: Arguments
 
-    def run(self, arguments: Sequence[str], root: Path) -> None:
-        name = next(name for name, command in COMMANDS.items() if command is self)
+    def run(self, name: str, arguments: Sequence[str], root: Path) -> None:
         parser = ArgumentParser(prog=f"python run.py {name}", description=self.help, allow_abbrev=False)
         for argument, settings in self.arguments.items():
             parser.add_argument(argument, **settings)

@@ -367,7 +367,7 @@ def test_the_kernels_of_a_peers_step_stand_beside_ours():
     assert [text.get_text().replace("\n", " ") for text in ax.get_yticklabels()] == [
         f"{label}, concurrency 8" for label in given.info.variants.values()
     ]
-    assert [picture.name for picture in gallery.of(given)[0]] == ["effects", "profile"]
+    assert [picture.name for picture in gallery.of(given).first] == ["effects", "profile"]
     grids = [grid for grid in stacks.tables("concurrency=8", given) if "whole prompts" in grid.title]
     assert grids[0].rows[0][:2] == ("_fma_kernel", "linear")
 

@@ -121,7 +121,7 @@ def test_what_is_invalid_or_missing_is_said():
         (LINES, "no valid value"),
         (PanelSpec("ttft_p50_ms", PanelKind.curve, x="itl_p99_ms"), "no valid value"),
         (PanelSpec("steps"), "steps: not measured in this run"),
-        (PanelSpec("ttft_p50_ms", PanelKind.curve, x="steps"), "ttft_p50_ms: not measured in this run"),
+        (PanelSpec("ttft_p50_ms", PanelKind.curve, x="steps"), "steps: not measured in this run"),
     ]:
         (ax,) = axes_of([panel], result(rows=none))
         assert texts(ax) == [says]

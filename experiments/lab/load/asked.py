@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 
 from experiments.lab.judge.exact_gate import Ask, Question
 from experiments.lab.load.client import Target
-from experiments.lab.load.connection import Answer, read_answer
+from experiments.lab.load.connection import read_answer
 from experiments.lab.load.subject import OverHTTP
 from experiments.lab.measure.kinds import Kind, PeerError, PeerSettings
 from experiments.lab.peers.pool import Peers
@@ -48,7 +48,8 @@ def _answer(target: Target, question: Question) -> list[int]:
         with urllib.request.urlopen(request, timeout=ANSWERED_S) as stream:
             answer = read_answer([(0.0, stream.read())])  # nothing is timed
     except OSError as error:
-        answer = Answer(error=error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error))
+        told = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
+        raise PeerError(f"mini-infer-serve does not answer a question of the gate: {told}") from error
     if answer.error:
         raise PeerError(f"mini-infer-serve does not answer a question of the gate: {answer.error}")
     return answer.token_ids

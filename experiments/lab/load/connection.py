@@ -29,12 +29,13 @@ class Connection(asyncio.Protocol):
         self._gone, self._now = gone, 0.0
         self._exchange: Exchange | None = None
         self._ended: Callable[[], None] | None = None
+        self._answered = False  # a byte of the answer has come
         self.uses = 0  # requests sent
         self.stale = False  # the server had closed it before it could know of the request
 
     def send(self, request: bytes, exchange: Exchange, ended: Callable[[], None]) -> None:
         """`ended`: called when the answer is complete, or the connection lost; then it is free unless `is_closing`."""
-        self._exchange, self._ended = exchange, ended
+        self._exchange, self._ended, self._answered = exchange, ended, False
         self.uses += 1
         exchange.sent = time.perf_counter()
         self._transport.write(request)
@@ -56,6 +57,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
+        self._answered = True
         try:
             self._parser.feed_data(data)
         except self._broken as error:
@@ -66,7 +68,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is None:
             self._gone(self)
             return
-        self.stale = self.uses > 1 and self._now < (self._exchange.sent or 0.0)  # nothing of the answer has come
+        self.stale = self.uses > 1 and not self._answered
         self._end(f"the connection was lost: {error or 'the server closed it'}")
 
     # What the parser calls:

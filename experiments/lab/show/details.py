@@ -42,7 +42,7 @@ def details(result: Result) -> list[str]:
     folds = {
         "Remarks": result.remarks,
         "Notes": "\n".join(f"- {note}" for note in _notes(info.notes)),
-        "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result)[1]), *_steps(result)]),
+        "Figures": "\n\n".join([*(picture.markdown for picture in gallery.of(result).others), *_steps(result)]),
         "Tables": "\n\n".join(grid.markdown() for grid in tables),
         "Claims and gates": judged and wording.table(("claim", "verdict", "measured", "source"), judged),
         f"INVALID: {len(result.faults):,} values were kept but not counted": _invalid(result),

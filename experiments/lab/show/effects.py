@@ -162,19 +162,23 @@ def is_prediction(effect: Effect, info: RunInfo) -> bool:
 
 
 def between(result: Result, metric: str, cell: Cell, reference: Cell | None) -> Effect:
-    """What was measured of both; nothing where a gate speaks against one of them. Repeats of one process that are all
-    the same, as rates of a few are, say nothing of another one: they have no interval, but where they are simulated."""
-    info, found = result.info, list[Estimate | None]([None] * 3)
+    """What was measured of both; nothing where a gate speaks against one of them."""
+    info = result.info
+    own = base = paired = None
     if not any(info.fails(*each) for each in (cell, reference) if each):
-        found = [result.estimate(*each, metric) if each else None for each in (cell, reference)]
-        ratio = result.ratio(cell, reference, metric) if reference else None
-        found.append(ratio if ratio and ratio.median > 0 else None)  # of 0 nothing is left: a ratio says nothing
+        own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
+        paired = result.ratio(cell, reference, metric) if reference else None
+        paired = paired if paired and paired.median > 0 else None  # else nothing of it was left: a ratio says nothing
     if not info.is_simulated:
-        alike = [e is not None and e.processes == 1 and e.low == e.high for e in found]
-        found = [replace(e, low=None, high=None) if e and same else e for e, same in zip(found, alike, strict=True)]
-    own, base, paired = found
+        own, base, paired = map(_without_chance, (own, base, paired))
     beside = info.variants[reference[0]] if reference else ""
     return Effect(metric, cell, reference, info.metrics[metric].better, own, base, paired, beside=beside)
+
+
+def _without_chance(found: Estimate | None) -> Estimate | None:
+    """Repeats of one process that are all the same, as rates of a few are, say nothing of another one."""
+    alike = found is not None and found.processes == 1 and found.low == found.high
+    return replace(found, low=None, high=None) if found is not None and alike else found
 
 
 def peers(info: RunInfo) -> list[str]:

@@ -67,7 +67,7 @@ def screen(result: Result, since: Since) -> str:
     parts = [
         f"**{sentence(result)}**",
         _strip(result, since),
-        *(picture.markdown for picture in gallery.of(result)[0]),
+        *(picture.markdown for picture in gallery.of(result).first),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
         "\n".join(f"- {line}" for of in (_not_counted, _power, _beside_others, _of_the_limit) for line in of(result)),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,13 +26,18 @@ WHISKERS = {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
 
 
+class Bar(NamedTuple):
+    variant: int  # its place among all
+    repeats: lines.Repeats  # that count
+    tried: bool  # whether there are values, of which some may not count
+
+
 @dataclass(frozen=True)
 class Groups:
     names: list[str]  # of the groups
     label: str  # what they are, beside their axis
     series: list[str]
-    # Of each group and series: the variant's place among all, the repeats that count, and whether there are others.
-    cells: list[list[tuple[int, lines.Repeats, bool]]]
+    cells: list[list[Bar]]  # of each group and series
     by_point: bool  # the series are points, and the groups variants; else the other way round
     dots: bool  # instead of bars
     log: bool  # the axis
@@ -47,7 +52,7 @@ class Groups:
     @property
     def alike(self) -> str:
         """What is to be said of many single bars that are all as long; else empty."""
-        every = [self.estimate(repeats).median for group in self.cells for _, repeats, _ in group if repeats]
+        every = [self.estimate(bar.repeats).median for group in self.cells for bar in group if bar.repeats]
         if len(self.series) > 1 or len(every) <= MANY or not 0 < max(every) <= ALIKE * min(every):
             return ""
         return f"all from {wording.number(min(every))} to {wording.number(max(every))}"
@@ -64,7 +69,7 @@ def of(panel: PanelSpec, result: Result) -> Groups:
     every = [stats.absolute(own).median for v in variants for p in at if (own := values[v, p])]
     log = len(variants) > 1 and bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
     labels, (names, label) = [info.variants[v] for v in variants], lines.names_of(at, panel, result)
-    cells = [[(list(info.variants).index(v), values[v, p], (v, p) in known) for v in variants] for p in at]
+    cells = [[Bar(list(info.variants).index(v), values[v, p], (v, p) in known) for v in variants] for p in at]
     if by_point:
         names, label, labels = labels, "", [wording.point(p) for p in at]
         cells = [list(of_variant) for of_variant in zip(*cells, strict=True)]
@@ -87,9 +92,9 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     if not groups.names or not count:
         return False
     room = (0.65 if groups.dots else 0.8) / count
-    every = [x for group in groups.cells for _, repeats, _ in group for x in repeats.values()]
+    every = [x for group in groups.cells for bar in group for x in bar.repeats.values()]
     most = SPARE * max(every, default=0.0)  # that is seen of a bar
-    nothing = {group for group, own in enumerate(groups.cells) if not any(repeats for _, repeats, _ in own)}
+    nothing = {group for group, own in enumerate(groups.cells) if not any(bar.repeats for bar in own)}
     for index, label in enumerate(groups.series):
         legend = label if count > 1 else ""
         for group, own in enumerate(groups.cells):
@@ -116,7 +121,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             text = wording.share(middle) if groups.share else told
             frame.beside(ax, text, (end, place), 4, fontsize=7 if groups.dots else 8)
     for group in sorted(nothing):  # said once
-        tried = any(there for _, _, there in groups.cells[group])
+        tried = any(bar.tried for bar in groups.cells[group])
         frame.beside(ax, "INVALID" if tried else "not measured", (0, group), 3, xycoords=EDGE)
     frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names])
     ax.set_ylabel(groups.label if named else "")

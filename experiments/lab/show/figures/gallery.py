@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -44,9 +45,14 @@ class Picture:
             return figure
 
 
-def of(result: Result) -> tuple[list[Picture], list[Picture]]:
-    """The two that stand above the fold, how much and how it comes about; and the others. The baseline's second arm
-    stands in the tables alone. Where the question is about pairs, what each mechanism brings alone is no answer."""
+class Gallery(NamedTuple):
+    first: list[Picture]  # the two that stand above the fold: how much, and how it comes about
+    others: list[Picture]
+
+
+def of(result: Result) -> Gallery:
+    """The baseline's second arm stands in the tables alone. Where the question is about pairs, what each mechanism
+    brings alone is no answer."""
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     picture = partial(Picture, info)
@@ -59,7 +65,7 @@ def of(result: Result) -> tuple[list[Picture], list[Picture]]:
     others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each not in first]
     if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
-    return first, others
+    return Gallery(first, others)
 
 
 def _courses(result: Result) -> Iterator[Picture]:
@@ -128,8 +134,9 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
 
 def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | None, named: bool) -> str:
     """Why there is nothing to draw; else empty. `groups`: of bars; `named`: whether they are."""
-    if not set(_drawn(panel, result)) <= set(result.info.metrics):
-        return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
+    for name in _drawn(panel, result):
+        if name not in result.info.metrics:
+            return f"{name}: not measured in this run"  # which may have chosen other metrics
     metric = result.info.metrics[panel.metric]
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]

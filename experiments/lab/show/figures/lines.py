@@ -218,7 +218,7 @@ def formula(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     if panel.mark is not None:
         ax.axvline(panel.mark, color=BOUND, linewidth=1, linestyle="--", label=panel.mark_label or plain(panel.mark))
     if panel.log_x:
-        frame.spread(ax, places, True)
+        frame.spread(ax, places, min(places, default=0) > 0)
     frame.scale(ax.yaxis)
     ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(key)))
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}")

@@ -25,16 +25,24 @@ _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
 Rows = dict[str, dict[str, float]]  # the sizes of each row's pieces
 
 
-def draw(rows: Rows, unit: str, axis: str, most: float = 0.0, ticks: Mapping[str, float] | None = None) -> Figure:
+def draw(
+    rows: Rows,
+    unit: str,
+    axis: str,
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
+    most: float = 0.0,
+    ticks: Mapping[str, float] | None = None,
+) -> Figure:
     """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind; below them
-    `axis`, and beside a sum what it can be at most. Of profiled steps, with a tick at what each row took without the
-    profiler, pieces are roles."""
+    `axis`, beside a sum what it can be at most, and a tick at what each row took without the profiler. `looks` are of
+    the pieces, by their names."""
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
-    looks: Any = LOOKS if ticks else {n: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, n in enumerate(names)}
+    own = looks is None
+    looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
     figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3))
     longest = max(sum(pieces.values()) for pieces in rows.values())
     labels = {name: name for name in names}
-    for name in names if not ticks else ():
+    for name in names if own else ():
         sizes = [pieces[name] for pieces in rows.values() if name in pieces]
         if max(sizes) <= NARROW * longest:  # nowhere is it wide enough for its number
             ends = dict.fromkeys(map(wording.number, (min(sizes), max(sizes))))
@@ -42,7 +50,7 @@ def draw(rows: Rows, unit: str, axis: str, most: float = 0.0, ticks: Mapping[str
     for row, (who, pieces) in enumerate(rows.items()):
         left = 0.0
         for name, size in ((name, size) for name, size in pieces.items() if size > 0):
-            look: Any = {"edgecolor": "white", "linewidth": 0.6, **looks[name]}
+            look = {"edgecolor": "white", "linewidth": 0.6, **looks[name]}
             (bar,) = ax.barh(row, size, 0.68, left=left, label=labels[name], **look)
             frame.says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
             if size > NARROW * longest:
@@ -179,7 +187,7 @@ def steps(result: Result) -> Figure:
         within = max(p.profiled_us - p.busy_us - p.idle_us, 0.0)
         pieces[name] = by_role(_kernels(p, result)) | {WITHIN: within, BETWEEN: p.idle_us}
         plain[name] = p.plain_us
-    return draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", ticks=plain)
+    return draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS, ticks=plain)
 
 
 def _kernels(profile: StepProfile, result: Result) -> list[KernelRow]:
