@@ -133,8 +133,8 @@ def _leave_out(config: DictConfig) -> list[str]:
     require_known("experiment.variants has no", gone, known)
     for name in gone:
         del known[name]
-    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & {*gone},
-                        "about what is not measured")  # fmt: skip
+    about, what = set(gone), "about what is not measured"
+    lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
     return [f"Measured without {', '.join(gone)}.{lost}"]
 
 
@@ -243,9 +243,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
             elif not (axis in known or isinstance(values, Mapping) or axis.startswith(("workload.", "engine."))):
                 ways = "an axis it has, or names with their settings, {name: {workload.count: 8}}"
                 raise ConfigError(f"experiment.points has no {axis!r}: give a key of workload or engine, {ways}")
-            others = {name: of for name, of in known.items() if not isinstance(of, Mapping) or name == axis
-                      or not any(axis in bundle for bundle in of.values())}  # fmt: skip
-            known = others | {axis: values}
+            known = {name: of for name, of in known.items() if name == axis or not _sets(of, axis)} | {axis: values}
     if known == own:
         return []
     config.experiment.points = known
@@ -268,6 +266,11 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     gone = ", ".join(axis for axis in own if axis not in known)
     taken = f" in the place of {gone}" if gone else ""
     return [f"Measured at other points than the experiment's own: {of}{taken}.{lost}"]
+
+
+def _sets(values: Any, key: str) -> bool:
+    """Whether an axis has names for settings, that one among them."""
+    return isinstance(values, Mapping) and any(key in bundle for bundle in values.values())
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
