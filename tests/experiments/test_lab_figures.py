@@ -269,7 +269,8 @@ def test_up_to_six_variants_at_several_points_are_dots_in_their_colours():
     assert texts(ax) == [wording.number(1.001 * values[v]) for v in variants for _ in "18"], "each has its number"
 
 
-def test_rows_that_are_all_alike_are_told():
+def test_of_many_rows_the_best_are_drawn_and_those_that_are_all_alike_are_told():
+    """What is the best by the first panel need not be so by another, whose title does not say it."""
     points = {f"case {n}": {"case": f"case {n}"} for n in range(17)}
     found = [row for n, p in enumerate(points) for metric, x in (("ttft_p50_ms", 40 - n), ("output_tokens_per_s", 100))
              for row in rows({"new": x}, metric, p, repeats=1)]  # fmt: skip
@@ -278,10 +279,17 @@ def test_rows_that_are_all_alike_are_told():
     )
     panels = (PanelSpec("ttft_p50_ms"), PanelSpec("output_tokens_per_s"))
     first, second = gallery.panels(PlotSpec("plot", "A title", panels), given).axes
-    assert [label.get_text() for label in first.get_yticklabels()] == list(points)
+    assert [label.get_text() for label in first.get_yticklabels()] == list(points)[2:]
+    assert first.get_title() == "the best 15 of 17, lower is better"
+    assert second.get_title() == "the same 15 of 17, higher is better"
     assert texts(second) == ["all from 100 to 100"]
     (alone,) = gallery.panels(PlotSpec("plot", "A title", panels[1:]), given).axes
-    assert len(alone.patches) == 17, "somebody has to name the rows"
+    assert len(alone.patches) == 15, "somebody has to name the rows"
+    few = replace(given, info=replace(given.info, points=dict(list(points.items())[:15])))
+    assert [ax.get_title() for ax in gallery.panels(PlotSpec("plot", "A title", panels), few).axes] == [
+        "lower is better",
+        "higher is better",
+    ]
 
 
 def test_pairs_that_cannot_be_told_from_one_are_grey():
@@ -310,7 +318,7 @@ def test_a_variant_that_was_not_measured_takes_no_place_in_a_group():
     given = result(sizes=(1, 8), variants={"absent": "absent", "base": "off", "new": "on"}, claims=())
     given = replace(given, rows=tuple(row for row in given.rows if row.variant != "absent"))
     (ax,) = gallery.panels(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"),)), given).axes
-    assert list(dict.fromkeys(ax.get_legend_handles_labels()[1])) == ["off", "on"]
+    assert ax.get_legend_handles_labels()[1] == ["off", "on"]
     assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches[::2]] == list(frame.COLOURS[1:3])
     assert [bar.get_y() + bar.get_height() / 2 for bar in ax.patches[::2]] == pytest.approx([-0.2, 0.2])
 

@@ -126,19 +126,17 @@ def test_other_costs_give_other_predictions_beside_what_was_measured(run: Path, 
     speeds = itertools.cycle((1.0, 2.0, 3.0))
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))
     before, old = tables(run), store.read(run)
-    with_costs(tmp_path, decode=Curve((1,), (0.5,)))
+    with_costs(tmp_path, decode=Curve((1,), (5.0,)))  # that much slower than any machine
     first, second, *_ = again(run, [], ROOT).splitlines()
     assert first.startswith("before   Predictions are off by, in the median: tokens/s ")
-    off = re.match(r"after    Predictions are off by, in the median: tokens/s (\d+)", second)
-    assert off is not None, second
-    assert int(off[1]) > 50, "a busy machine is nearer to half a second a token"
+    assert second.startswith("after    Predictions are off by, in the median: tokens/s 9")
     for name, text in tables(run).items():
         lines = zip(before[name].splitlines(), text.splitlines(), strict=True)
         differ = {" predicted," in line for line, other in lines if line != other}
         assert differ == {True}, name
     new = store.read(run)
     took = {row.value for row in new.rows if row.metric == "itl_p50_ms" and row.variant == "whole predicted"}
-    assert took == {500.0}
+    assert took == {5000.0}
     assert not any(row.is_fault for row in new.rows if row.variant.endswith("predicted"))
     for kind in ("What simulated steps take: ", "Of ", "Predictions that missed by "):
         told = [{note for note in info.notes if note.startswith(kind)} for info in (old.info, new.info)]

@@ -4,7 +4,9 @@ a dot. Where bars would say nothing, because a group has too many or one dwarfs 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from matplotlib.axes import Axes
 
 from experiments.lab.config.spec import PanelSpec
 from experiments.lab.judge import stats
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, EDGE, HATCHES, INK, SPARE, line_style
@@ -19,6 +22,7 @@ from experiments.lab.store.result import Result
 
 MANY = 4  # bars in a group that can still be told apart,
 MANY_DOTS = 6  # and dots in the colours of their variants
+ROWS = 15  # of a panel: where there are more, the best
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
@@ -42,7 +46,9 @@ class Groups:
     dots: bool  # instead of bars
     log: bool  # the axis
     estimate: lines.Estimator  # of repeats
+    higher: bool  # is better
     share: bool  # told in percent
+    out_of: str = ""  # which these are of how many; empty: all
 
     @property
     def height(self) -> float:
@@ -56,6 +62,22 @@ class Groups:
         if len(self.series) > 1 or len(every) <= MANY or not 0 < max(every) <= ALIKE * min(every):
             return ""
         return f"all from {wording.number(min(every))} to {wording.number(max(every))}"
+
+
+def few(panels: Sequence[Groups | None]) -> list[Groups | None]:
+    """Of panels with the same groups, where there is no room for all of these, the best by the first of them."""
+    best: dict[tuple[str, ...], list[int]] = {}
+    found: list[Groups | None] = []
+    for groups in panels:
+        if groups is not None and len(groups.names) > ROWS:
+            sign, counted = -1 if groups.higher else 1, [[bar for bar in own if bar.repeats] for own in groups.cells]
+            first = [sign * groups.estimate(own[0].repeats).median if own else inf for own in counted]
+            which = "the same" if tuple(groups.names) in best else "the best"
+            own = best.setdefault(tuple(groups.names), sorted(np.argsort(first, kind="stable")[:ROWS].tolist()))
+            names, cells = [groups.names[n] for n in own], [groups.cells[n] for n in own]
+            groups = replace(groups, names=names, cells=cells, out_of=f"{which} {ROWS} of {len(groups.names)}")
+        found.append(groups)
+    return found
 
 
 def of(panel: PanelSpec, result: Result) -> Groups:
@@ -82,6 +104,7 @@ def of(panel: PanelSpec, result: Result) -> Groups:
         dots=log or (len(at) > 1 and len(variants) > MANY),
         log=log,
         estimate=lines.of_metric(info.metrics.get(metric)),
+        higher=metric in info.metrics and info.metrics[metric].better is Better.higher,
         share=metric in info.metrics and info.metrics[metric].share,
     )
 
@@ -96,7 +119,8 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     most = SPARE * max(every, default=0.0)  # that is seen of a bar
     nothing = {group for group, own in enumerate(groups.cells) if not any(bar.repeats for bar in own)}
     for index, label in enumerate(groups.series):
-        legend = label if count > 1 else ""
+        series = label if count > 1 else ""
+        legend = series  # of its first bar
         for group, own in enumerate(groups.cells):
             (variant, repeats, tried), place = own[index], group + (index - (count - 1) / 2) * room
             if tried and not repeats and group not in nothing:
@@ -112,8 +136,9 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             else:
                 style = bar_style(variant) | {"error_kw": WHISKERS | caps}
                 (mark,) = ax.barh(place, middle, 0.9 * room, xerr=errors, label=legend, **style)
+            legend = ""
             name = groups.names[group].replace("\n", " ")
-            frame.says(mark, [lines.tip(name, legend, repeats, groups.estimate)])
+            frame.says(mark, [lines.tip(name, series, repeats, groups.estimate)])
             ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
             end = min(float(np.nanmax([*repeats.values(), middle + errors[1][0]])), most)
             # As tables have it: two values instead of a median that says too little of them.

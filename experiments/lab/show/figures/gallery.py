@@ -113,7 +113,7 @@ def panels(plot: PlotSpec, result: Result) -> Figure:
     columns = 2 if len(every) == 4 else min(len(every), PANELS_A_ROW)
     rows = -(-len(every) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
-    groups = [bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every]
+    groups = bars.few([bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every])
     height = max([1.6 if all(groups) else PANEL_HEIGHT, *(1.1 + each.height for each in groups if each)])
     figure = frame.new(width, rows * height + 0.6)
     figure.set_layout_engine("constrained", wspace=0.06)  # a label at the side of a panel is not its neighbour's
@@ -140,6 +140,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, groups: bars.Groups | Non
     metric = result.info.metrics[panel.metric]
     told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
     words = [value if key == "case" else wording.point(f"{key}={value}") for key, value in told.items()]
+    if groups is not None and groups.out_of:
+        words.append(groups.out_of)
     ax.set_title(", ".join([*words, f"{metric.better.value} is better"]))
     if panel.kind in ALONE:
         return "" if ALONE[panel.kind](ax, panel, result) else NO_VALUE
