@@ -10,12 +10,16 @@ tree, of which every rank has a branch:
 
     1 rank    ((c0 + c1) + (c2 + c3)) + ((c4 + c5) + (c6 + c7))
     2 ranks    |---- rank 0 ---------|   |---- rank 1 ---------|    the last sum is between ranks
+
+Branches can be of programs of their own just as well (`Tile.parts`), and a second kernel adds them up. Of few rows
+there are too few tiles to keep a GPU busy otherwise.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,7 +41,8 @@ def _linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,  # tiles of rows whose programs share a part of the weights, one after the other
-    CHUNKS: tl.constexpr,  # 1, 2, 4 or 8
+    CHUNKS: tl.constexpr,  # that this program adds up: 1, 2, 4 or 8
+    PARTS: tl.constexpr,  # programs that have CHUNKS each
     DOT: tl.constexpr,  # dtype of the factors
 ):
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
@@ -45,73 +50,87 @@ def _linear_kernel(
     height = tl.minimum(row_tiles - band * TALL, TALL)
     within = tl.program_id(0) % (TALL * out_tiles)
     row, out = (band * TALL + within % height) * BLOCK_ROWS, within // height * BLOCK_OUT
-    if CHUNKS == 1:
-        acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    part = tl.program_id(1)
+    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    if CHUNKS * PARTS == 1:
         for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
             weight, x = weight_desc.load([out, k]).to(DOT), x_desc.load([row, k]).to(DOT)
             acc = tl.dot(weight, x.T, acc, input_precision="ieee")
     else:
-        acc = _tree(x_desc, weight_desc, row, out, IN_SIZE // CHUNKS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K, CHUNKS, DOT)
+        # One loop over all chunks, so that loads run ahead across their ends. A sum waits until the branch beside it is
+        # there: `one` of a chunk, `two` of two, `four` of four.
+        one, two, four = acc, acc, acc
+        STEPS: tl.constexpr = (IN_SIZE // (CHUNKS * PARTS) + BLOCK_K - 1) // BLOCK_K
+        for step in range(0, CHUNKS * STEPS):
+            chunk, k = step // STEPS, step % STEPS * BLOCK_K
+            weight = weight_desc.load([out, part * CHUNKS + chunk, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
+            x = x_desc.load([row, part * CHUNKS + chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
+            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+            if CHUNKS > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
+                if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
+                    one, two, four = wait_in_tree(acc, chunk, one, two, four)
+                    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        acc = end_of_tree(acc, one, two, four, CHUNKS)
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     real = outs < OUT_SIZE
     if bias_ptr is not None:
-        # Not as a sum: of a product in one step and a sum Triton makes a product that starts from the bias.
-        acc = tl.fma(acc, 1.0, tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)[:, None])
-    places = out_ptr + rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
+        acc = plus(acc, tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)[:, None])
+    places = out_ptr + (part * num_rows + rows).to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (rows < num_rows)[None, :])
 
 
-@triton.jit
-def _tree(
-    x_desc,
-    weight_desc,
-    row,
-    out,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DOT: tl.constexpr,
+@triton.jit(do_not_specialize=["numel"])
+def _add_parts_kernel(
+    parts_ptr,  # [PARTS, T, N] float32
+    bias_ptr,
+    out_ptr,
+    numel,
+    OUT_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Chunks' sums in one loop over all of K, so that loads run ahead across their ends. A sum waits until the branch
-    beside it is there: `one` of a chunk, `two` of two, `four` of four."""
-    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    one, two, four = acc, acc, acc
-    STEPS: tl.constexpr = (CHUNK + BLOCK_K - 1) // BLOCK_K
-    for step in range(0, CHUNKS * STEPS):
-        chunk, k = step // STEPS, step % STEPS * BLOCK_K
-        weight = weight_desc.load([out, chunk, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
-        x = x_desc.load([row, chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
-        acc = tl.dot(weight, x.T, acc, input_precision="ieee")
-        if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
-            one, two, four = wait_in_tree(acc, chunk, one, two, four)
-            acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    return end_of_tree(acc, one, two, four, CHUNKS)
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = places < numel
+    one, two, four = 0.0, 0.0, 0.0
+    for part in tl.static_range(PARTS):
+        acc = tl.load(parts_ptr + part * numel.to(tl.int64) + places, mask=real, other=0.0)
+        if part < PARTS - 1:
+            one, two, four = wait_in_tree(acc, part, one, two, four)
+    acc = end_of_tree(acc, one, two, four, PARTS)
+    if bias_ptr is not None:
+        acc = plus(acc, tl.load(bias_ptr + places % OUT_SIZE, mask=real, other=0.0).to(tl.float32))
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def plus(one, other):
+    """Not as a sum: of a product in one step and a sum Triton makes a product that starts from the other."""
+    return tl.fma(one, 1.0, other)
 
 
 @triton.jit
 def wait_in_tree(acc, chunk, one, two, four):
-    """(one, two, four) as in `_tree`, after the sum of a chunk that is not the last."""
+    """(one, two, four) after the sum of a chunk that is not the last."""
     if chunk % 2 == 0:
         one = acc
     else:
-        pair = tl.fma(one, 1.0, acc)  # not as a sum, as above
+        pair = plus(one, acc)
         if chunk % 4 == 1:
             two = pair
         else:
-            four = tl.fma(two, 1.0, pair)
+            four = plus(two, pair)
     return one, two, four
 
 
 @triton.jit
 def end_of_tree(acc, one, two, four, CHUNKS: tl.constexpr):
     """The sum of all chunks, `acc` being the last one's."""
-    acc = tl.fma(one, 1.0, acc)
+    if CHUNKS > 1:
+        acc = plus(one, acc)
     if CHUNKS > 2:
-        acc = tl.fma(two, 1.0, acc)
+        acc = plus(two, acc)
     if CHUNKS > 4:
-        acc = tl.fma(four, 1.0, acc)
+        acc = plus(four, acc)
     return acc
 
 
@@ -129,6 +148,7 @@ class Tile(NamedTuple):
     k: int
     num_warps: int
     num_stages: int
+    parts: int = 1  # programs that share the chunks of a tile
 
 
 def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
@@ -155,8 +175,11 @@ def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
     return Tile(256, 128, 64, 8, 3)
 
 
-def chunked(tile: Tile) -> Tile:
+def chunked_tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
     """With room in registers for the sums of branches that wait: four accumulators at most."""
+    tile = tile_for(rows, out_size, itemsize)
+    if rows <= 64:
+        return tile._replace(parts=CHUNKS)
     if tile.rows * tile.outs < 128 * 64:
         return tile
     return Tile(128, 64, 128, 8, 4)
@@ -194,20 +217,24 @@ def invariant_linear(
         out = x.new_empty((rows, out_size))
     if rows:
         if tile is None:
-            tile = tile_for(rows, out_size, x.element_size())
-            tile = tile if chunks == 1 else chunked(tile)
+            tile = (tile_for if chunks == 1 else chunked_tile_for)(rows, out_size, x.element_size())
         if (shared := shared_memory(x.device)) is not None:
             stage = (tile.rows + tile.outs) * tile.k * x.element_size()
             tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
         if chunks > 1:  # a dimension of their own: beyond a chunk's end are zeros, not the next one
             x, weight = x.unflatten(1, (chunks, -1)), weight.unflatten(1, (chunks, -1))
         within = [1] * (chunks > 1) + [tile.k]
-        _linear_kernel[grid](
+        parts = min(tile.parts, chunks)
+        sums = out if parts == 1 else x.new_empty((parts, rows, out_size), dtype=torch.float32)
+        _linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs), parts)](
             TensorDescriptor.from_tensor(x, [tile.rows, *within]),
             TensorDescriptor.from_tensor(weight, [tile.outs, *within]),
-            bias, out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs,
-            BLOCK_K=tile.k, TALL=8, CHUNKS=chunks, DOT=DOT_DTYPES[x.dtype],
+            bias if parts == 1 else None, sums, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows,
+            BLOCK_OUT=tile.outs, BLOCK_K=tile.k, TALL=8, CHUNKS=chunks // parts, PARTS=parts, DOT=DOT_DTYPES[x.dtype],
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+        if parts > 1:
+            _add_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
+                sums, bias, out, out.numel(), OUT_SIZE=out_size, PARTS=parts, BLOCK=1024
+            )
     return out

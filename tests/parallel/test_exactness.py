@@ -11,7 +11,7 @@ from model_shapes import SMALL_LLAMA
 
 from mini_infer import ConfigError, LLMEngine, SamplingParams
 from mini_infer.core.config import ModelConfig, Numerics
-from mini_infer.kernels.invariant_linear import CHUNKS, invariant_linear, num_chunks
+from mini_infer.kernels.invariant_linear import CHUNKS, Tile, invariant_linear, num_chunks
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.sharding import of_each_rank
@@ -44,6 +44,15 @@ def test_ranks_have_branches_of_one_sum(in_size: int, chunks: int) -> None:
             )
         assert torch.equal(tree_sum(torch.stack(branches)) + bias, whole)
         ranks *= 2
+
+
+@pytest.mark.parametrize(("in_size", "chunks"), [(48, 4), (1152, 8)])
+def test_programs_have_branches_of_one_sum(in_size: int, chunks: int) -> None:
+    x, weight, bias = torch.randn(5, in_size), torch.randn(70, in_size), torch.randn(70)
+    one = invariant_linear(x, weight, bias, chunks=chunks, tile=Tile(32, 64, 32, 4, 2))
+    for parts in (2, 4, 8):
+        tile = Tile(32, 64, 32, 4, 2, parts=parts)
+        assert torch.equal(invariant_linear(x, weight, bias, chunks=chunks, tile=tile), one), parts
 
 
 def test_a_row_of_chunks_does_not_depend_on_the_others() -> None:

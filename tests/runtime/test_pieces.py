@@ -47,6 +47,10 @@ def test_sizes_are_steps_of_64_as_far_as_a_step_goes() -> None:
     assert token_ladder(64, 1) == [64]
     assert token_ladder(100, 8192) == [64, 128], "as asked for, and a little more"
     assert token_ladder(0, 8192) == []
+    assert token_ladder(2048, 8192)[-2:] == [1984, 2048]
+    assert token_ladder(2049, 8192)[-2:] == [2048, 2304], "beyond, in steps of 256"
+    assert token_ladder(8192, 8192)[-2:] == [7936, 8192]
+    assert len(token_ladder(8192, 8192)) == 32 + 24
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, Thread
 from mini_infer.runtime.graphs.mixed import MixedAttention, MixedContext
 from mini_infer.runtime.worker.startup import CaptureReport
 
-_SIZE_STEP = 64  # tokens
-
 
 def token_ladder(max_prefill_tokens: int, max_num_batched_tokens: int) -> list[int]:
-    """Token counts to capture, ascending. None of them is of use beyond the first that takes any step."""
-    return list(range(_SIZE_STEP, min(max_prefill_tokens, max_num_batched_tokens) + _SIZE_STEP, _SIZE_STEP))
+    """Token counts to capture, ascending: 64 apart up to 2,048, and beyond, where padding is a small part of a step,
+    256. None of them is of use beyond the first that takes any step."""
+    most = min(max_prefill_tokens, max_num_batched_tokens)
+    return [*range(64, min(most, 2048) + 64, 64), *range(2048 + 256, most + 256, 256)]
 
 
 def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> int:
