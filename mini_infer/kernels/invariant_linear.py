@@ -178,8 +178,11 @@ def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
 def chunked_tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
     """With room in registers for the sums of branches that wait: four accumulators at most."""
     tile = tile_for(rows, out_size, itemsize)
-    if rows <= 64:
-        return tile._replace(parts=CHUNKS)
+    if itemsize < 4 and rows <= 64:
+        k, num_stages = (128, 6) if rows <= 16 or rows > 32 else (256, 4)
+        return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, k, 4, num_stages, parts=2)
+    if itemsize < 4 and rows <= 128:
+        return Tile(128, 64, 64, 4, 4, parts=4)
     if tile.rows * tile.outs < 128 * 64:
         return tile
     return Tile(128, 64, 128, 8, 4)
