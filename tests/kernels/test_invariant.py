@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from mini_infer.kernels.invariant_attention import invariant_attention
-from mini_infer.kernels.invariant_linear import invariant_linear, tile_for
+from mini_infer.kernels.invariant_linear import CHUNKS, chunked_tile_for, invariant_linear, num_chunks, tile_for
 from mini_infer.kernels.paged_prefill import paged_prefill_reference
 
 # Of queries that only fill up a tile, which may see nothing.
@@ -47,17 +47,20 @@ def test_rows_of_a_linear_layer_that_lie_apart():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("out_size", "in_size"), [(4608, 3584), (3584, 18944), (640, 256), (1000, 136)])
-def test_a_row_is_the_same_to_the_bit_in_every_tile(dtype, out_size, in_size):
+@pytest.mark.parametrize("most_chunks", [1, CHUNKS])
+def test_a_row_is_the_same_to_the_bit_in_every_tile(dtype, out_size, in_size, most_chunks):
     torch.manual_seed(0)
+    chunks = min(most_chunks, num_chunks(in_size, dtype.itemsize))
+    best = tile_for if chunks == 1 else chunked_tile_for
     x = torch.randn(2048, in_size, device="cuda", dtype=dtype)
     weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((out_size, in_size), (out_size,)))
-    every = invariant_linear(x, weight, bias)
+    every = invariant_linear(x, weight, bias, chunks=chunks)
     for rows in (1, 2, 17, 64, 65, 256, 300, 700):
-        assert torch.equal(invariant_linear(x[:rows], weight, bias), every[:rows]), rows
-        assert torch.equal(invariant_linear(x[-rows:], weight, bias), every[-rows:]), rows
-    tiles = {tile_for(rows, out_size, x.element_size()) for rows in (1, 100, 2048)}
+        assert torch.equal(invariant_linear(x[:rows], weight, bias, chunks=chunks), every[:rows]), rows
+        assert torch.equal(invariant_linear(x[-rows:], weight, bias, chunks=chunks), every[-rows:]), rows
+    tiles = {best(rows, out_size, x.element_size()) for rows in (1, 20, 50, 100, 2048)}
     for tile in tiles:
-        assert torch.equal(invariant_linear(x[:130], weight, bias, tile=tile), every[:130]), tile
+        assert torch.equal(invariant_linear(x[:130], weight, bias, chunks=chunks, tile=tile), every[:130]), tile
 
 
 class Cached:
