@@ -147,7 +147,7 @@ class Tile(NamedTuple):
     k: int
     num_warps: int
     num_stages: int
-    parts: int = 1  # programs that share the chunks of a tile
+    parts: int = 1  # programs that share the chunks of a tile, at most one for two chunks
 
 
 def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
@@ -238,7 +238,8 @@ def invariant_linear(
         if chunks > 1:  # a dimension of their own: beyond a chunk's end are zeros, not the next one
             x, weight = x.unflatten(1, (chunks, -1)), weight.unflatten(1, (chunks, -1))
         within = [1] * (chunks > 1) + [tile.k]
-        parts = min(tile.parts, chunks)
+        # Two chunks each at least: with one, Triton 3.6 overwrites weights in registers while wgmma reads them.
+        parts = max(1, min(tile.parts, chunks // 2))
         sums = out if parts == 1 else x.new_empty((parts, rows, out_size), dtype=torch.float32)
         _linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs), parts)](
             TensorDescriptor.from_tensor(x, [tile.rows, *within]),
