@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
+from mini_infer.kernels.quantized.unpack import waited
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,7 +65,7 @@ def _linear_kernel(
             chunk, k = step // STEPS, step % STEPS * BLOCK_K
             weight = weight_desc.load([out, part * CHUNKS + chunk, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
             x = x_desc.load([row, part * CHUNKS + chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
-            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+            acc = waited(tl.dot(weight, x.T, acc, input_precision="ieee"))  # weights pass through registers
             if CHUNKS > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
                 if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
                     one, two, four = wait_in_tree(acc, chunk, one, two, four)
@@ -147,7 +148,7 @@ class Tile(NamedTuple):
     k: int
     num_warps: int
     num_stages: int
-    parts: int = 1  # programs that share the chunks of a tile, at most one for two chunks
+    parts: int = 1  # programs that share the chunks of a tile
 
 
 def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
@@ -179,7 +180,7 @@ def chunked_tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
     the down projection, and of the same without chunks:
 
         rows               1     32     64    128    256    512   4,096
-        this              49     52     56     76    123    265   1,868
+        this              49     52     56     86    123    265   1,868
         without chunks    44     46     52     56     74    142   1,045
 
     Sums of branches that wait take registers, four accumulators at most, and a program's tensor cores wait after each
@@ -194,8 +195,6 @@ def chunked_tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
         return Tile(32, 64, 256, 4, 4, parts=2)
     if rows <= 64:
         return Tile(64, 64, 128, 4, 6, parts=2)
-    if rows <= 128:
-        return Tile(128, 64, 64, 4, 4, parts=4)
     return Tile(128, 64, 128, 8, 4)
 
 
@@ -238,8 +237,7 @@ def invariant_linear(
         if chunks > 1:  # a dimension of their own: beyond a chunk's end are zeros, not the next one
             x, weight = x.unflatten(1, (chunks, -1)), weight.unflatten(1, (chunks, -1))
         within = [1] * (chunks > 1) + [tile.k]
-        # Two chunks each at least: with one, Triton 3.6 overwrites weights in registers while wgmma reads them.
-        parts = max(1, min(tile.parts, chunks // 2))
+        parts = min(tile.parts, chunks)
         sums = out if parts == 1 else x.new_empty((parts, rows, out_size), dtype=torch.float32)
         _linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs), parts)](
             TensorDescriptor.from_tensor(x, [tile.rows, *within]),

@@ -4,6 +4,10 @@ numpy, tiles of one shape are compared; on a GPU all are."""
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -61,6 +65,46 @@ def test_a_row_is_the_same_to_the_bit_in_every_tile(dtype, out_size, in_size, mo
     tiles = {best(rows, out_size, x.element_size()) for rows in (1, 20, 50, 100, 2048)}
     for tile in tiles:
         assert torch.equal(invariant_linear(x[:130], weight, bias, chunks=chunks, tile=tile), every[:130]), tile
+
+
+COMPILES_PRODUCTS_IN_CHUNKS = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+from mini_infer.kernels.compile_ahead import compiled_in_parallel
+from mini_infer.kernels.invariant_linear import invariant_linear
+
+for rows in (1, 50, 100):
+    for chunks in (2, 4, 8):
+        with compiled_in_parallel(1):
+            x, weight = (torch.zeros(n, 1024, dtype=torch.bfloat16) for n in (rows, 256))
+            invariant_linear(x, weight, chunks=chunks)
+"""
+
+
+def test_tensor_cores_are_done_with_registers_before_a_step_overwrites_them(tmp_path) -> None:
+    """Triton leaves wgmma unfinished behind a step of a loop, be its weights in shared memory, where the next step has
+    another place for them, or in registers, where it has not. Compiled for Hopper, on any machine."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, "-c", COMPILES_PRODUCTS_IN_CHUNKS],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=True,
+    )
+    compiled = [path.read_text() for path in tmp_path.rglob("_linear_kernel.ttgir")]
+    assert len(compiled) == 9
+    for code in compiled:
+        assert "ttng.warp_group_dot " in code
+        from_registers = re.search(r"ttng\.warp_group_dot .*isAsync = true.* : tensor<", code)
+        unfinished = re.search(r"ttng\.warp_group_dot_wait .*pendings = [1-9]", code)
+        assert not (from_registers and unfinished)
 
 
 class Cached:
