@@ -18,13 +18,13 @@ from experiments.capacity import GPUS, VARIANT, Capacity, front
 from experiments.lab.config import catalog, typed
 from experiments.lab.config.axes import CONF
 from experiments.lab.config.points import Point, flat
-from experiments.lab.config.spec import PanelKind, PanelSpec
+from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure import plans
 from experiments.lab.measure.plans import Plan
 from experiments.lab.show import answer
-from experiments.lab.show.figures import lines
+from experiments.lab.show.figures import gallery, lines
 from experiments.lab.store.rows import Row
 from mini_infer.cli.serve import parse
 from mini_infer.core.errors import ConfigError
@@ -285,6 +285,20 @@ def test_the_figure_has_the_front_as_a_line_and_guesses_as_hollow_marks_below_it
     assert hollow == {"tensor 2, not measured"}
     assert {mark.get_label() for mark in marks} - hollow == {"replicas", "prefill share 0.5"}
     assert answer.sentence(simulated) == "3 GPUs do."
+
+
+@pytest.mark.parametrize(("gpus", "names"), [((1, 2), ["front"]), ((1, 1), [])])
+def test_a_front_is_drawn_where_costs_differ(gpus: tuple[int, int], names: list[str]) -> None:
+    metrics = {"gpus": GPUS, "ttft_p90_ms": formulas.describe("ttft_p90_ms")}
+    rows = [Row(VARIANT, point, 0, name, value, metrics[name].unit)
+            for point, count in zip("ab", gpus, strict=True)
+            for name, value in zip(metrics, (float(count), 90.0), strict=True)]  # fmt: skip
+    plot = PlotSpec("front", "Cost against latency", (PanelSpec("ttft_p90_ms", PanelKind.front, x="gpus"),))
+    found = made_up.result(
+        rows=rows, variants={VARIANT: VARIANT}, baseline=None, metrics=metrics, gates=(), claims=(), plots=(plot,),
+        points={"a": {}, "b": {}},
+    )  # fmt: skip
+    assert [picture.name for picture in gallery.of(found).first] == names
 
 
 def test_what_the_simulator_cannot_tell_apart_is_no_gain() -> None:

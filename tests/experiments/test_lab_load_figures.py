@@ -72,6 +72,8 @@ def test_throughput_against_latency_is_a_curve_of_those_in_flight():
         "output tokens per second (tokens/s)",
     )
     assert load.pareto_of(result(sizes=(1, 8))) is None  # two points are no curve
+    talks = {p: s | {"workload.conversations": 2 * n} for n, (p, s) in enumerate(given.info.points.items())}
+    assert load.pareto_of(replace(given, info=replace(given.info, points=talks))) is not None
     apart = {name: {**s, "workload.seed": n} for n, (name, s) in enumerate(given.info.points.items())}
     assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
 

@@ -168,13 +168,16 @@ def _drawn(panel: PanelSpec, result: Result) -> list[str]:
 
 
 def _has_values(panel: PanelSpec, result: Result) -> bool:
-    """Whether there is anything valid to draw."""
+    """Whether there is anything valid to draw, and of a front more than one cost."""
     shown = _shown(panel, result)
     if panel.kind in WHOLE:
         return bool(WHOLE[panel.kind][0](panel, shown))
     drawn = _drawn(panel, result)
     places = [p for p, settings in shown.info.points.items() if panel.x in (None, *drawn, *settings)]
-    return any(all(result.values(*cell, name) for name in drawn) for cell in product(shown.info.variants, places))
+    cells = product(shown.info.variants, places)
+    found = [values for cell in cells if all(values := [result.values(*cell, name) for name in drawn])]
+    costs = {value for *_, last in found for value in last.values()}
+    return bool(found) and (panel.kind is not PanelKind.front or len(costs) > 1)
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:

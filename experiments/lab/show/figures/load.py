@@ -18,8 +18,8 @@ from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.store.result import Result
 
-COUNT = "workload.count"
-IN_FLIGHT = ("workload.concurrency", COUNT)
+COUNTS = ("workload.count", "workload.conversations")
+IN_FLIGHT = ("workload.concurrency", *COUNTS)
 SPEED, GOODPUT = "output_tokens_per_s", knees.GOODPUT
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
@@ -84,7 +84,7 @@ def _over(key: str, result: Result, *metrics: str) -> Result | None:
     for name, settings in info.points.items():
         values = ([result.values(v, name, metric) for metric in metrics] for v in info.variants)
         if set(metrics) <= set(info.metrics) and wording.is_number(settings.get(key)) and any(map(all, values)):
-            others = {k: v for k, v in settings.items() if k not in (key, COUNT)}
+            others = {k: v for k, v in settings.items() if k not in (key, *COUNTS)}
             alike[repr(others)][name] = {key: settings[key]}
     kept = max(alike.values(), key=len, default={})
     if key == RATE:

@@ -4,6 +4,7 @@ alone, as lines in the colours of what they went through."""
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ BINS = 400
 FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
 SEEN = 4.0  # percent of the blocks: less would not be seen
 HEAD: Any = {"fontsize": 9, "loc": "left", "fontweight": "bold", "color": "black"}  # of a column
+LETTERS = 60  # of it in a line
 HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
 COLOURS = {  # in the order in which a request goes through them
     "queued": "#BDBDBD",
@@ -105,7 +107,8 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
         what = f"{lost:,} preemptions" if lost else f"{last.kv_total_blocks:,} KV blocks"
         took = f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s"
         invalid = "" if (variant, point, 0, 0) in result.counting else " (this pass is INVALID)"
-        axes[0, column].set_title(f"{result.info.variants[variant]}: {took}, {what}{invalid}", **HEAD)
+        title = f"{result.info.variants[variant]}: {took}, {what}{invalid}"
+        axes[0, column].set_title(textwrap.fill(title, LETTERS), **HEAD)
         axes[-1, column].set_xlabel("seconds from the start of the timed pass")
     for ax in axes.flatten():
         ax.tick_params(labelsize=8)
