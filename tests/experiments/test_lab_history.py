@@ -52,6 +52,15 @@ def test_only_commits_that_touched_the_code_count(repository):
     assert commits_since(measured(info.provenance.commit, code=("code.py", "other.py")), repository) == 3
 
 
+def test_a_change_that_was_taken_back_does_not_count(repository):
+    info = measured(git(repository, "rev-parse", "HEAD"), code=("code.py", "other.py"))
+    commit(repository, "code.py", "other.py")
+    for name, left in (("code.py", 1), ("other.py", 0)):
+        git(repository, "checkout", "-q", info.provenance.commit, "--", name)
+        git(repository, "commit", "-qm", "As before")
+        assert commits_since(info, repository) == left
+
+
 def test_a_question_that_was_put_otherwise_counts_as_code_does(repository):
     files = [f"conf/experiment/{name}.yaml" for name in ("demo", "_parent", "other")]
     for name, text in zip(files, ("defaults: [_parent, override /scale: x]\n", "", ""), strict=True):

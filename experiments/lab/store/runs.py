@@ -67,13 +67,17 @@ ASKED_DIFFERENTLY = "its claims have changed since"
 
 def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
     """The number of commits after `info.provenance.commit` that touched a file of `info.code`, or the experiment's own
-    with those it builds on; None where nobody can tell: no git, no repository at `root`, a run without a commit, or a
-    commit that this history does not hold."""
+    with those it builds on, of files that read otherwise now; None where nobody can tell: no git, no repository at
+    `root`, a run without a commit, or a commit that this history does not hold."""
     if info.provenance.commit is None or not info.code:
         return None
     question = axes.with_parents(root / "conf/experiment" / f"{info.experiment}.yaml")
     asked = [str(path.relative_to(root)) for path in question]
-    found = git(root, "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code, *asked)
+    since = f"{info.provenance.commit}..HEAD"
+    changed = git(root, "diff", "--name-only", "--no-renames", "--relative", since, "--", *info.code, *asked)
+    if not changed:
+        return None if changed is None else 0
+    found = git(root, "rev-list", "--count", since, "--", *changed.splitlines())
     return None if found is None else int(found)
 
 
