@@ -211,11 +211,17 @@ def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
 # --- mini-infer's own server ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def served():
+@contextlib.contextmanager
+def own_server():
     found = served_by(Kind.served, DRY, PeerSettings(client=ClientSettings(processes=2)))
     yield found
     found.close()
+
+
+@pytest.fixture(scope="module")
+def served():
+    with own_server() as found:
+        yield found
 
 
 def test_clients_get_the_engines_tokens_and_what_the_host_spent(served):
@@ -304,8 +310,9 @@ def test_every_setting_of_the_engine_becomes_a_flag():
     assert parse(flags, {}).models[0].engine == config
 
 
-def test_a_server_that_dies_is_an_error_with_its_code(served):  # the last one that needs it
-    os.kill(served._server.about["api_pid"], signal.SIGKILL)
-    with pytest.raises(PeerError):
-        served.serve(ITEMS[:1], 1)
-    assert not served.alive
+def test_a_server_that_dies_is_an_error_with_its_code():
+    with own_server() as served:
+        os.kill(served._server.about["api_pid"], signal.SIGKILL)
+        with pytest.raises(PeerError):
+            served.serve(ITEMS[:1], 1)
+        assert not served.alive
