@@ -180,7 +180,7 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 2048  # tokens of the largest captured step with prompts, in steps of 64; 0: none
+    max_prefill_tokens: int = 2048  # of the largest captured step with prompts; 64 apart, above 2,048 256; 0: none
 
     def __post_init__(self) -> None:
         coerce(self)

@@ -96,6 +96,7 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_gated_linear_kernel", "_gated_linear_kernel", "linear"),
         ("_fma_kernel", "_fma_kernel", "linear"),
         ("_dot_kernel", "_dot_kernel", "linear"),
+        ("_add_parts_kernel", "_add_parts_kernel", "linear"),
         ("_split_rows_kernel", "_split_rows_kernel", "attention"),
         *((name, name, "adapter") for name in ("_group_kernel", "_shrink_kernel", "_expand_kernel")),
         *(

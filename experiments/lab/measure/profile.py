@@ -49,7 +49,7 @@ _ROLE_PATTERNS = {
     "attention": r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla|"
     r"^_(split_rows|merge_parts|merge)_kernel$",
     "linear": r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|"
-    r"^_(fma|dot|linear|gated_linear|quant_linear|quantize|dequantize)_kernel$",
+    r"^_(fma|dot|linear|add_parts|gated_linear|quant_linear|quantize|dequantize)_kernel$",
     "norm": r"norm|rsqrt",
     "rope": r"rope|rotary",
     "silu": r"silu|swiglu",
