@@ -211,11 +211,8 @@ def test_how_many_processes_load(in_flight, cpus, expected, monkeypatch):
 # --- mini-infer's own server ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
 def own_server():
-    found = served_by(Kind.served, DRY, PeerSettings(client=ClientSettings(processes=2)))
-    yield found
-    found.close()
+    return contextlib.closing(served_by(Kind.served, DRY, PeerSettings(client=ClientSettings(processes=2))))
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,12 @@ numpy, tiles of one shape are compared; on a GPU all are."""
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
+from uninterpreted import output_of
 
 pytest.importorskip("triton")
 
@@ -68,16 +66,11 @@ def test_a_row_is_the_same_to_the_bit_in_every_tile(dtype, out_size, in_size, mo
 
 
 COMPILES_PRODUCTS_IN_CHUNKS = """
-import sys, torch
-from triton.backends.compiler import GPUTarget
+import torch
+from h200 import H200
 from triton.runtime import driver
 
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-
-driver.set_active(Driver())
+driver.set_active(H200())
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.invariant_linear import invariant_linear
 
@@ -92,12 +85,7 @@ for rows in (1, 50, 100):
 def test_tensor_cores_are_done_with_registers_before_a_step_overwrites_them(tmp_path) -> None:
     """Triton leaves wgmma unfinished behind a step of a loop, be its weights in shared memory, where the next step has
     another place for them, or in registers, where it has not. Compiled for Hopper, on any machine."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, "-c", COMPILES_PRODUCTS_IN_CHUNKS],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        check=True,
-    )
+    output_of(COMPILES_PRODUCTS_IN_CHUNKS, TRITON_CACHE_DIR=str(tmp_path))
     compiled = [path.read_text() for path in tmp_path.rglob("_linear_kernel.ttgir")]
     assert len(compiled) == 9
     for code in compiled:

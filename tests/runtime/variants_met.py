@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
+from h200 import H200
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -27,17 +27,6 @@ from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.kernels import compile_ahead, ops, row_kernels
 from mini_infer.runtime import preflight
 from mini_infer.runtime.worker.request_states import RequestStates
-
-
-class H200:
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 class Uncomputed(compile_ahead._ZerosForNew):

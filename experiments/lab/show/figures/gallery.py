@@ -174,10 +174,10 @@ def _has_values(panel: PanelSpec, result: Result) -> bool:
         return bool(WHOLE[panel.kind][0](panel, shown))
     drawn = _drawn(panel, result)
     places = [p for p, settings in shown.info.points.items() if panel.x in (None, *drawn, *settings)]
-    cells = product(shown.info.variants, places)
-    found = [values for cell in cells if all(values := [result.values(*cell, name) for name in drawn])]
-    costs = {value for *_, last in found for value in last.values()}
-    return bool(found) and (panel.kind is not PanelKind.front or len(costs) > 1)
+    every = ([result.values(*cell, name) for name in drawn] for cell in product(shown.info.variants, places))
+    if panel.kind is not PanelKind.front:
+        return any(map(all, every))
+    return len({cost for *values, costs in every if all(values) for cost in costs.values()}) > 1
 
 
 def _shown(panel: PanelSpec, result: Result) -> Result:
