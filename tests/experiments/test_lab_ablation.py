@@ -137,7 +137,7 @@ def test_an_open_loop_is_measured_from_its_schedule(build):
         build(
             *FIXED,
             "workload.arrivals=poisson",
-            "workload.rate_per_s=100",
+            "workload.rate_per_s=10",
             "measure.repeats=1",
             metrics=["ttft_ms", "goodput_rps", "requests_per_s", "total_s"],
             slo={"ttft_ms": 1000},
