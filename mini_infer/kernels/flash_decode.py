@@ -53,9 +53,11 @@ def _split_rows_kernel(
     QUERY_LEN: tl.constexpr,
     TILE: tl.constexpr,
     AT_MOST: tl.constexpr,  # target is not passed, unless there are more rows
+    MOST_PARTS: tl.constexpr,  # of a row
 ):
-    """One program a part, counted through the batch."""
-    place = tl.program_id(0)
+    """One program a row, and more for places that are left over: the longest parts come first, since programs start in
+    the order of their places, and a long one that starts last keeps few SMs busy while the others wait for it."""
+    own = tl.program_id(0)
     rows = tl.arange(0, MAX_ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     tiles = tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
@@ -63,21 +65,30 @@ def _split_rows_kernel(
     if not AT_MOST:
         target = tl.where(all_tiles > target * LONG_TILES, 2 * target, target)
     counts = _num_parts(tiles, all_tiles, target, WHOLE_TILES, AT_MOST)
-    ends = tl.cumsum(counts, 0)
-    row = tl.sum((ends <= place).to(tl.int32), 0)
-    first_part = tl.sum(tl.where(ends <= place, counts, 0), 0)
-    length = tl.load(seq_lens + row, mask=row < num_rows, other=1)
+    if own >= tl.sum(counts, 0):
+        tl.store(parts + own * _FIELDS, -1)
+    if own >= num_rows:
+        return
+    is_own = rows == own
+    length, own_tiles, num_parts = _of(is_own, lengths), _of(is_own, tiles), _of(is_own, counts)
+    sizes = tl.cdiv(tiles, tl.maximum(counts, 1))
+    size = _of(is_own, sizes)
+    first_part = _of((sizes > size) | ((sizes == size) & (rows < own)), counts)
     first = first_position(length, window, QUERY_LEN)
-    own_tiles = tl.cdiv(length - first, TILE)
-    num_parts = _num_parts(own_tiles, all_tiles, target, WHOLE_TILES, AT_MOST)
-    part = place - first_part
-    fields = parts + place * _FIELDS
-    tl.store(fields, tl.where(place < tl.max(ends, 0), row, -1))
-    tl.store(fields + 1, length)
-    tl.store(fields + 2, first + own_tiles * part // num_parts * TILE)
-    tl.store(fields + 3, tl.minimum(first + own_tiles * (part + 1) // num_parts * TILE, length))
-    tl.store(fields + 4, first_part)
-    tl.store(fields + 5, num_parts)
+    part = tl.arange(0, MOST_PARTS)
+    fields, real = parts + (first_part + part) * _FIELDS, part < num_parts
+    tl.store(fields, own, mask=real)
+    tl.store(fields + 1, length, mask=real)
+    tl.store(fields + 2, first + own_tiles * part // num_parts * TILE, mask=real)
+    tl.store(fields + 3, tl.minimum(first + own_tiles * (part + 1) // num_parts * TILE, length), mask=real)
+    tl.store(fields + 4, first_part, mask=real)
+    tl.store(fields + 5, num_parts, mask=real)
+
+
+@triton.jit
+def _of(chosen, numbers):
+    """The sum of those that are chosen."""
+    return tl.sum(tl.where(chosen, numbers, 0), 0)
 
 
 @triton.jit
@@ -133,6 +144,7 @@ def make_parts(
         fields, seq_lens, num_rows, target, UNBOUNDED if window is None else window,
         MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size), WHOLE_TILES=whole_tiles,
         LONG_TILES=LONG_TILES, QUERY_LEN=query_len, TILE=tile, AT_MOST=at_most,
+        MOST_PARTS=triton.next_power_of_2(num_parts - num_rows + 1),
     )  # fmt: skip
     numbers = torch.empty((num_parts, *found), dtype=q.dtype, device=q.device)
     return Parts(fields, numbers, torch.empty(numbers.shape[:3], dtype=torch.float32, device=q.device))

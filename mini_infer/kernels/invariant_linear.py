@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
-from mini_infer.kernels.quantized.unpack import waited
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -63,9 +62,9 @@ def _linear_kernel(
         STEPS: tl.constexpr = (IN_SIZE // (CHUNKS * PARTS) + BLOCK_K - 1) // BLOCK_K
         for step in range(0, CHUNKS * STEPS):
             chunk, k = step // STEPS, step % STEPS * BLOCK_K
-            weight = weight_desc.load([out, part * CHUNKS + chunk, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
-            x = x_desc.load([row, part * CHUNKS + chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
-            acc = waited(tl.dot(weight, x.T, acc, input_precision="ieee"))  # weights pass through registers
+            weight = weight_desc.load([part * CHUNKS + chunk, out, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
+            x = x_desc.load([part * CHUNKS + chunk, row, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
+            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
             if CHUNKS > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
                 if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
                     one, two, four = wait_in_tree(acc, chunk, one, two, four)
@@ -176,25 +175,28 @@ def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
 
 
 def chunked_tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
-    """The best on an H200 for products in 8 chunks. Microseconds of Qwen2.5-7B's two in a layer, attention's output and
-    the down projection, and of the same without chunks:
+    """The best on an H200 for products in 8 chunks, or within 1 % of it. Microseconds of Qwen2.5-7B's two in a layer,
+    attention's output and the down projection, and of the same without chunks:
 
         rows               1     32     64    128    256    512   4,096
-        this              49     52     56     86    123    265   1,868
-        without chunks    44     46     52     56     74    142   1,045
+        this              49     50     54     64    106    190   1,864
+        without chunks    46     47     52     56     75    139     946
 
-    Sums of branches that wait take registers, four accumulators at most, and a program's tensor cores wait after each
-    instruction. Of few rows, programs with other parts compute meanwhile; of many, what parts pass on through memory
-    takes longer than that.
+    A program's tensor cores wait at each end of a chunk, and sums of branches that wait take registers. Programs with
+    other parts compute meanwhile; of a whole prompt's rows, what parts pass on through memory takes longer than that.
     """
     if itemsize == 4:
         return tile_for(rows, out_size, itemsize)
     if rows <= 16:
-        return Tile(16, 64, 128, 4, 6, parts=2)
+        return Tile(16, 64, 256, 4, 5, parts=2)
     if rows <= 32:
-        return Tile(32, 64, 256, 4, 4, parts=2)
+        return Tile(32, 64, 128, 4, 4, parts=4)
     if rows <= 64:
         return Tile(64, 64, 128, 4, 6, parts=2)
+    if rows <= 128:
+        return Tile(64, 128, 64, 8, 4, parts=4)
+    if rows <= 512:
+        return Tile(128, 128, 64, 8, 4, parts=4)
     return Tile(128, 64, 128, 8, 4)
 
 
@@ -234,14 +236,16 @@ def invariant_linear(
         if (shared := shared_memory(x.device)) is not None:
             stage = (tile.rows + tile.outs) * tile.k * x.element_size()
             tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
-        if chunks > 1:  # a dimension of their own: beyond a chunk's end are zeros, not the next one
-            x, weight = x.unflatten(1, (chunks, -1)), weight.unflatten(1, (chunks, -1))
-        within = [1] * (chunks > 1) + [tile.k]
+        if chunks > 1:
+            # A dimension of their own: beyond a chunk's end are zeros, not the next one. As the first it folds away;
+            # else Triton would bring the weights to tensor cores through registers.
+            x, weight = (each.unflatten(1, (chunks, -1)).transpose(0, 1) for each in (x, weight))
+        before = [1] * (chunks > 1)
         parts = min(tile.parts, chunks)
         sums = out if parts == 1 else x.new_empty((parts, rows, out_size), dtype=torch.float32)
         _linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs), parts)](
-            TensorDescriptor.from_tensor(x, [tile.rows, *within]),
-            TensorDescriptor.from_tensor(weight, [tile.outs, *within]),
+            TensorDescriptor.from_tensor(x, [*before, tile.rows, tile.k]),
+            TensorDescriptor.from_tensor(weight, [*before, tile.outs, tile.k]),
             bias if parts == 1 else None, sums, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows,
             BLOCK_OUT=tile.outs, BLOCK_K=tile.k, TALL=8, CHUNKS=chunks // parts, PARTS=parts, DOT=DOT_DTYPES[x.dtype],
             num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -182,6 +182,35 @@ def test_large_batches_take_the_single_pass(device: torch.device, monkeypatch: p
     assert module.split_rows(case.q, case.keys, case.values, case.seq_lens, window=None, query_len=1) is None
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_rows_are_split_into_parts_of_which_the_longest_come_first(window: int | None, device: torch.device) -> None:
+    """Each position that a row sees is in one part, a row's parts lie side by side, and places left over are empty."""
+    module = importlib.import_module("mini_infer.kernels.flash_decode")
+    lengths = [3, 5000, 0, 900, 17, 901, 2500, 400]
+    case = make_case(device, [max(1, length) for length in lengths])
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    fields = module.split_rows(case.q, case.keys, case.values, lens, window=window, query_len=1).fields.tolist()
+    parts = [each for each in fields if each[0] >= 0]
+    assert [each[0] for each in fields[len(parts) :]] == [-1] * (len(fields) - len(parts))
+    for row, length in enumerate(lengths):
+        own = [place for place, each in enumerate(parts) if each[0] == row]
+        at = 0 if window is None else max(0, length - window)
+        for place in own:
+            assert parts[place][1] == length
+            assert parts[place][2] == at < parts[place][3]
+            assert parts[place][4:6] == [own[0], len(own)]
+            at = parts[place][3]
+        assert at == length
+        assert own == list(range(own[0], own[0] + len(own))) if length else not own
+    shape, _ = importlib.import_module("mini_infer.kernels.paged_decode").decode_shape(
+        case.q, case.keys, case.values, 1
+    )
+    tile = shape.slices * shape.slice
+    longest = {each[0]: max(-(-(p[3] - p[2]) // tile) for p in parts if p[0] == each[0]) for each in parts}
+    assert list(longest.values()) == sorted(longest.values(), reverse=True)
+    assert len(set(longest.values())) > 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", KERNELS)
 @pytest.mark.parametrize("heads", [(28, 4), (16, 8)])
