@@ -20,6 +20,7 @@ from experiments.lab.judge import claims, stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
+from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
@@ -90,6 +91,7 @@ class Findings:
     error_gates: Sequence[ErrorGate] = ()
     profiles: Sequence[StepProfile] = ()
     kernels: Sequence[KernelRow] = ()  # of the profiles
+    blocks: Sequence[BlockRow] = ()  # of a pass of some variants, which was not timed
     experts: Sequence[ExpertRow] = ()  # of a pass of each variant whose engine counts
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings

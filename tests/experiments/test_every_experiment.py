@@ -403,4 +403,6 @@ def _leave_out_the_gpu(experiment) -> None:
 
 def _tables(tmp_path: Path, name: str) -> list[Path]:
     found = (tmp_path / "results" / name).glob("*/*cpu/*.csv")  # or simulated-cpu
-    return [path for path in found if not path.name.endswith((".steps.csv", ".requests.csv", ".gaps.csv"))]
+    return [
+        path for path in found if not path.name.endswith((".steps.csv", ".requests.csv", ".gaps.csv", ".blocks.csv"))
+    ]

@@ -198,6 +198,49 @@ def test_steps_of_the_asked_point_and_first_repeat_are_kept(build):
     assert len(found.requests) == 2 * 2 * 2 * 4  # variants, points, repeats
 
 
+UNCACHED = {"cache": {"prefix_caching": False}}
+
+
+def mapped(build, *variants, **asked):
+    """By variant, whose each block is after each step."""
+    found, by = measured(build(*FIXED, timeline={}, block_map=list(variants), **asked)), dict[str, dict]()
+    for row in found.blocks:
+        for step in range(row.first, row.last + 1):
+            hands = by.setdefault(row.variant, {}).setdefault(step, {})
+            assert row.block not in hands, "a block is in one place"
+            hands[row.block] = row.owner, row.empty
+    return by
+
+
+def test_it_is_noted_whose_blocks_are_which(build):
+    contiguous = {"cache": {"layout": "contiguous", **UNCACHED["cache"]}, "model": {"max_model_len": 64}}
+    found = mapped(build, "transformers", "engine", variants={"transformers": contiguous, "engine": UNCACHED})
+    first = Counter(found["engine"][0].values())
+    assert first == {(f"request-{index}", False): 3 for index in range(4)}, "40 tokens of a prompt and the first one"
+    assert Counter(found["transformers"][0].values()) == {
+        (f"request-{index}", empty): count for index in range(4) for empty, count in ((False, 3), (True, 1))
+    }, "of 64 tokens that it may have"
+
+
+def test_blocks_that_several_have_and_that_nobody_has_are_known(build):
+    shared = ["workload=shared_prefix", "workload.count=4", "workload.prefix_tokens=64", "workload.suffix_tokens=16"]
+    more = ["workload.output_tokens=4", "workload.hit_rate=1.0", "workload.prime=true"]
+    experiment = build(*shared, *more, timeline={}, block_map=["engine"])
+    owners = Counter(row.owner for row in measured(experiment).blocks if row.first == 0)
+    assert owners["shared"] == 4
+    assert owners["cached"]
+    assert [owners[f"hit-{index}"] for index in range(4)] == [1] * 4, "after 64 of 80 tokens"
+
+
+def test_only_engines_of_this_process_tell_of_their_blocks(build):
+    with pytest.raises(ConfigError, match=r"experiment.block_map: there is no variant 'vllm'"):
+        build(*FIXED, timeline={}, block_map=["vllm"])
+    with pytest.raises(ConfigError, match=r"block_map is of experiment.timeline's point: name it"):
+        build(*FIXED, block_map=["engine"])
+    with pytest.raises(ConfigError, match="block_map: engine is no engine in this process"):
+        build(*FIXED, variants={"transformers": {}, "engine": {"kind": "served"}}, timeline={}, block_map=["engine"])
+
+
 def test_no_steps_are_kept_where_nobody_asks(build):
     assert measured(build(*FIXED)).steps == []
 

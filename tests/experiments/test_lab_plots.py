@@ -13,7 +13,8 @@ from PIL import Image
 from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show.figures import frame, gallery, load, stacks, timeline
+from experiments.lab.measure.block_map import BlockRow
+from experiments.lab.show.figures import blocks, frame, gallery, load, stacks, timeline
 from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.gallery import panels as draw_panels
 from experiments.lab.store.rows import Row
@@ -278,6 +279,26 @@ def test_variants_stand_side_by_side_on_the_same_scales():
     assert "There are up to 900 steps, so the time is cut into 400 bins" in timeline.describe(given)
     assert "bins" not in timeline.describe(result(steps=engine_steps()))
     assert axes[-1, 0].get_xlabel() == "seconds from the start of the timed pass"
+
+
+def test_a_map_of_blocks_has_a_colour_for_each_request_and_a_pale_one_for_what_is_empty():
+    rows = [BlockRow("base", "concurrency=8", 0, 0, 9, "a"), BlockRow("base", "concurrency=8", 2, 5, 9, "b")]
+    rows += [BlockRow("base", "concurrency=8", 1, 0, 9, "a", empty=True)]
+    rows += [BlockRow("new", "concurrency=8", block, 0, 4, owner) for block, owner in enumerate(blocks.LOOKS)]
+    given = replace(result(steps=[*engine_steps("base", 9), *engine_steps("new", 9)]), blocks=tuple(rows))
+    figure = blocks.draw(given)
+    frame.png(figure, "demo")
+    base, new = (ax.images[0].get_array() for ax in figure.axes)
+    assert base.shape == (blocks.MOST, 10, 3), "of 500 blocks the first ones"
+    assert base[0, 0].tolist() != base[2, 5].tolist()
+    assert (base[2, 4] == 1).all(), "it was nobody's yet"
+    assert (base[1] > base[0]).any(), "paler"
+    assert len({tuple(new[block, 0]) for block in range(4)}) == 4
+    assert "the first 256 of 500 KV blocks" in figure.axes[0].get_title(loc="left")
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown[:2] == ["a request's (colours come again)", "reserved, empty"]
+    assert shown[2:] == [label for label, _ in blocks.LOOKS.values()]
+    assert "blocks" in [picture.name for picture in gallery.of(given).others]
 
 
 def test_a_figure_of_steps_holds_two_variants_first_those_that_are_compared():

@@ -104,6 +104,11 @@ def test_steps_are_profiled_once_unless_every_profile_counts(config):
     assert len(processes.seeded(made, 1).experiment.profile) == 1
 
 
+def test_blocks_are_mapped_once(config):
+    made = config("+experiment.timeline={}", "+experiment.block_map=[engine]")
+    assert [len(processes.seeded(made, index).experiment.block_map) for index in range(2)] == [1, 0]
+
+
 def test_a_config_reaches_another_process_whole(config):
     made = config("workload.arrivals=poisson", "workload.rate_per_s=5", "measure.threads=1")
     made.experiment.points = {"workload.count": [1, 2]}

@@ -258,7 +258,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
 
     lost = _drop_claims(config, kept, "about other points")
     if config.experiment.get("timeline") is not None and not stands(config.experiment.timeline):
-        config.experiment.timeline = None
+        config.experiment.timeline, config.experiment.block_map = None, []
     for name, instead in (("again_at", []), ("gate_at", [dict(grid[0].values)]), ("profile", [dict(grid[0].values)])):
         if own_points := config.experiment.get(name):
             config.experiment[name] = list(filter(stands, own_points)) or instead

@@ -16,6 +16,7 @@ from experiments.lab.config.points import Point
 from experiments.lab.judge import formulas, roofline
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure import hardware
+from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
@@ -123,9 +124,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
     the timed pass. Raises CutOff where one was interrupted."""
     with lending.lend(cell) as lent:
-        warm_up(cell, inputs, lent)
-        if inputs.prime:
-            lent.serve(inputs.prime, 1)
+        _prepare(cell, inputs, lent)
         before, watched = tuple(lent.served), not cell.kind.can.virtual
         gc.collect()
         speed = watch.before() if watched else None
@@ -138,6 +137,22 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         if cell.workload.has_ramps:
             served = served.without_ramps()
         return Pass(replace(served, joules=drift.joules), drift, inputs.measured, before)
+
+
+def map_blocks(cell: Cell, inputs: Inputs, lending: Lending) -> list[BlockRow]:
+    """Of a pass like those that are timed, of an engine in this process."""
+    with lending.lend(cell) as lent:
+        _prepare(cell, inputs, lent)
+        assert isinstance(lent.subject, EngineSubject), "of others nobody sees the blocks"
+        found = lent.subject.map_blocks(inputs.measured, cell.workload.in_flight, *cell.key)
+        lent.served += inputs.measured
+        return found
+
+
+def _prepare(cell: Cell, inputs: Inputs, lent: Lent) -> None:
+    warm_up(cell, inputs, lent)
+    if inputs.prime:
+        lent.serve(inputs.prime, 1)
 
 
 def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:

@@ -120,6 +120,8 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
     profiled = OmegaConf.select(config, "experiment.profile")
     if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
         changed["experiment.profile"] = []  # the first process's are looked at
+    if process and OmegaConf.select(config, "experiment.block_map"):
+        changed["experiment.block_map"] = []  # the first process's is looked at, too
     gates = config.measure.gates and process == 0
     return schema.with_values(config, {**changed, "measure.seed": seed_of(seed, 0, process), "measure.gates": gates})
 
@@ -225,7 +227,7 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
     """Numbers, gates and requests of all, in the order of the processes; what stands for one (steps, profiles, samples)
     is the first one's that has it. `planned`: so many there should be. `notes` are of the run as a whole."""
     status, error = _status(found, planned)
-    names = ("samples", "steps", "profiles", "kernels", "experts")
+    names = ("samples", "steps", "profiles", "kernels", "blocks", "experts")
     of_one: dict[str, Any] = {name: next((part for f in found if (part := getattr(f, name))), ()) for name in names}
     of_all: dict[str, Any] = {
         name: sorted((row for f in found for row in getattr(f, name)), key=lambda row: row.process) for name in OF_ALL

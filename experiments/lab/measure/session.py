@@ -9,6 +9,7 @@ from experiments.lab.config.ablation_spec import AblationSpec
 from experiments.lab.config.points import Point
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
+from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, why_lost
@@ -34,6 +35,7 @@ class Session:
     left_out: Set[str] = frozenset()  # variants that this process does not measure
     profiles: list[StepProfile] = field(default_factory=list)
     kernels: list[KernelRow] = field(default_factory=list)
+    blocks: list[BlockRow] = field(default_factory=list)
     profile_rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     begun: str = ""  # what is kept of the first round, where Ctrl-C came before its end
@@ -106,6 +108,11 @@ class Session:
                 self.kernels += kernels
             if "gpu_idle_share" in self.spec.metrics:
                 self.profile_rows.append(Row(*cell.key, repeat, "gpu_idle_share", found.idle_share, ""))
+
+    def map_blocks(self, point: str, inputs: Inputs) -> None:
+        for cell in (self.cells[variant, point] for variant in self.spec.block_map):
+            self._next(cell, "whose blocks are which")
+            self.blocks += cells.map_blocks(cell, inputs, self.lending)
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""

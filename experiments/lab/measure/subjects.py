@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from experiments.lab.measure.block_map import BlockRow, BlockWatch
 from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
@@ -84,6 +85,16 @@ class EngineSubject(Subject):
 
     def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
         return profile_decode(self.engine, items, variant, point)
+
+    def map_blocks(self, items: Sequence[Item], concurrency: int, variant: str, point: str) -> list[BlockRow]:
+        """Serves them once more, and looks after each step at whose blocks are which."""
+        watch = BlockWatch(self.engine.core)
+        self.engine.observers.append(watch)
+        try:
+            drive(self.engine, items, concurrency, tell=self._tell)
+        finally:
+            self.engine.observers.remove(watch)
+        return list(watch.rows(variant, point))
 
     def reserve_memory(self) -> None:
         self.engine.executor.reserve_memory()

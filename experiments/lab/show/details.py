@@ -9,7 +9,7 @@ from itertools import chain, groupby
 
 from experiments.lab.judge import pairs
 from experiments.lab.show import wording
-from experiments.lab.show.figures import gallery, stacks, timeline
+from experiments.lab.show.figures import blocks, gallery, stacks, timeline
 from experiments.lab.show.grids import Sheet, gains_predicted, predictions_of
 from experiments.lab.store.result import Result, RunInfo, run_path
 from experiments.lab.store.rows import Row
@@ -139,7 +139,8 @@ def _steps(result: Result) -> list[str]:
         lines += [f"- Preempted by {label}: {', '.join(names)}{more}."] if names else []
     run = (path if result.info.run != "default" else path.parent).as_posix()
     again = f"`python run.py trace {run}` writes the same steps, with every request, for Perfetto."
-    return list(filter(None, [timeline.describe(result), "\n".join(lines), again]))
+    of_blocks = blocks.DESCRIBED if result.blocks else ""
+    return list(filter(None, [timeline.describe(result), of_blocks, "\n".join(lines), again]))
 
 
 def _samples(info: RunInfo) -> str:

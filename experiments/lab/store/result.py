@@ -29,6 +29,7 @@ from experiments.lab.judge import formulas, knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
+from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.store.provenance import ProcessInfo
@@ -50,6 +51,7 @@ TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Re
     ".requests.csv": ("requests", RequestRow),  # one per request of every pass
     ".gaps.csv": ("gaps", GapRow),  # one per pass that counts: how long its tokens took
     ".profile.csv": ("kernels", KernelRow),  # one per kernel of a decode step
+    ".blocks.csv": ("blocks", BlockRow),  # one per block and time in somebody's hands
     ".experts.csv": ("experts", ExpertRow),  # one per layer with experts
 }
 
@@ -157,6 +159,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    blocks: tuple[BlockRow, ...] = ()  # whose they were in a pass
     experts: tuple[ExpertRow, ...] = ()  # where tokens went, by layer
     gaps: tuple[GapRow, ...] = ()  # between tokens, of passes that count; none in results older than these
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run

@@ -16,7 +16,7 @@ from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import pairs
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
-from experiments.lab.show.figures import bars, frame, lines, load, stacks, timeline, worth
+from experiments.lab.show.figures import bars, blocks, frame, lines, load, stacks, timeline, worth
 from experiments.lab.store.result import Result, RunInfo, page_name, slug
 
 FIGURES = "figures"  # their folder beside the pages
@@ -62,7 +62,8 @@ def of(result: Result) -> Gallery:
     profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = len({profile.variant for profile in info.profiles}) > 1
     first = [*courses, *(profiles if compared else []), *plots][:1]
-    others = [each for each in (*plots, *courses, *profiles, *_under_load(result)) if each not in first]
+    maps = [picture("blocks", blocks.TITLE, partial(blocks.draw, result))] if result.blocks else []
+    others = [each for each in (*plots, *courses, *maps, *profiles, *_under_load(result)) if each not in first]
     if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
     return Gallery(first, others)

@@ -1,0 +1,69 @@
+"""A map of the KV pool: whose each block is, step by step, variants side by side."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.lab.measure.block_map import CACHED, COPIED, MOST, SHARED, BlockRow
+from experiments.lab.show.figures import frame
+from experiments.lab.show.figures.timeline import HEAD, LETTERS
+from experiments.lab.store.result import Result
+
+TITLE = "Whose KV blocks are which"
+DESCRIBED = (
+    "The map of KV blocks is of a pass of its own in which nothing was timed: after each step it was noted whose each "
+    "block is, and what lies behind its request's last token."
+)
+OF_REQUESTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#661100", "#F0E442")  # in turns
+LOOKS = {SHARED: ("of several requests", frame.INK), CACHED: ("kept for prompts that begin alike", "#C9C9C9"),
+         COPIED: ("nobody's, and being copied", frame.BOUND)}  # fmt: skip
+PALE = 0.72  # of white in the colour of what is empty
+
+
+def draw(result: Result) -> Figure:
+    own = {v: rows for v in result.info.variants if (rows := [row for row in result.blocks if row.variant == v])}
+    figure = frame.new(frame.WIDTH, 4.4)
+    axes = figure.subplots(1, len(own), squeeze=False)[0]
+    for ax, (variant, rows) in zip(axes, own.items(), strict=True):
+        steps = 1 + max(row.last for row in rows)
+        total = result.steps_of(variant, rows[0].point)[-1].kv_total_blocks
+        shown = min(total, MOST)
+        image = np.ones((shown, steps, 3))
+        for row, colour in zip(rows, _colours(rows), strict=True):
+            image[row.block, row.first : row.last + 1] = colour
+        ax.imshow(image, aspect="auto", interpolation="nearest", extent=(0, steps, shown, 0))
+        of = f"{total:,}" if shown == total else f"the first {shown} of {total:,}"
+        ax.set_title(textwrap.fill(f"{result.info.variants[variant]}: {of} KV blocks", LETTERS), **HEAD)
+        ax.set_xlabel("engine steps")
+        ax.grid(visible=False)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        _legend(ax, rows)
+    axes[0].set_ylabel("blocks")
+    frame.legend(figure, axes)
+    return figure
+
+
+def _colours(rows: Sequence[BlockRow]) -> Iterator[np.ndarray]:
+    """Requests have theirs in the order of their first steps, so that those which stand side by side differ."""
+    begun = dict.fromkeys(row.owner for row in sorted(rows, key=lambda row: row.first) if row.owner not in LOOKS)
+    of_owner = {owner: OF_REQUESTS[turn % len(OF_REQUESTS)] for turn, owner in enumerate(begun)}
+    of_owner |= {owner: colour for owner, (_, colour) in LOOKS.items()}
+    for row in rows:
+        colour = np.array(to_rgb(of_owner[row.owner]))
+        yield colour + (1 - colour) * PALE if row.empty else colour
+
+
+def _legend(ax: Axes, rows: Sequence[BlockRow]) -> None:
+    pale = tuple(np.array(to_rgb(OF_REQUESTS[0])) * (1 - PALE) + PALE)
+    there = {(row.owner if row.owner in LOOKS else "", row.empty) for row in rows}
+    of_one = {("", False): ("a request's (colours come again)", OF_REQUESTS[0]), ("", True): ("reserved, empty", pale)}
+    for key, (label, colour) in (of_one | {(owner, False): look for owner, look in LOOKS.items()}).items():
+        if key in there:
+            ax.fill_between([], [], color=colour, label=label)
