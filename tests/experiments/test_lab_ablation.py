@@ -226,9 +226,11 @@ def test_blocks_that_several_have_and_that_nobody_has_are_known(build):
     shared = ["workload=shared_prefix", "workload.count=4", "workload.prefix_tokens=64", "workload.suffix_tokens=16"]
     more = ["workload.output_tokens=4", "workload.hit_rate=1.0", "workload.prime=true"]
     experiment = build(*shared, *more, timeline={}, block_map=["engine"])
-    owners = Counter(row.owner for row in measured(experiment).blocks if row.first == 0)
+    found = measured(experiment).blocks
+    assert {row.block for row in found} == {row.block for row in found if row.owner != "cached"}, "others are left out"
+    assert Counter(row.owner for row in found if row.last == max(r.last for r in found)) == {"cached": 4 + 4}
+    owners = Counter(row.owner for row in found if row.first == 0)
     assert owners["shared"] == 4
-    assert owners["cached"]
     assert [owners[f"hit-{index}"] for index in range(4)] == [1] * 4, "after 64 of 80 tokens"
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from triton.runtime import interpreter
+
 if torch.cuda.is_available():
     pytest.skip("ranks of a CPU, in Triton's interpreter", allow_module_level=True)
 
@@ -52,9 +56,23 @@ def drawn(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def stored_once(ptrs: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+    """As a GPU stores: once. The interpreter's memcpy writes a number of 2 or 4 bytes twice, from its front and from
+    its end, and a peer that has read and emptied a slot in between would find it full again."""
+    kind = getattr(ctypes, f"c_uint{8 * values.itemsize}")
+    bits = np.ascontiguousarray(values).view(f"u{values.itemsize}")
+    for place in np.flatnonzero(mask):
+        kind.from_address(int(ptrs.flat[place])).value = int(bits.flat[place])
+
+
+def _on_rank(rank: int, work: Callable[..., None], *given: Any) -> None:
+    interpreter._interpreter.store = stored_once
+    work(rank, *given)
+
+
 def on_ranks(world: int, work: Callable[..., None], *given: Any) -> None:
     context = mp.get_context("fork")
-    ranks = [context.Process(target=work, args=(rank, *given)) for rank in range(world)]
+    ranks = [context.Process(target=_on_rank, args=(rank, work, *given)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:

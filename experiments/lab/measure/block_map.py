@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mini_infer.core.plan import StepRecord
 from mini_infer.runtime.engine_core import EngineCore
 
-MOST = 256  # blocks, from the pool's first one on, which is given out first
+MOST = 256  # blocks: those that requests had first
 # Instead of a request's name: of several requests; of nobody, and kept for prompts that begin alike; of nobody, and
 # free as soon as it has been copied.
 SHARED, CACHED, COPIED = "shared", "cached", "copied"
@@ -54,8 +54,12 @@ class BlockWatch:
 
     def rows(self, variant: str, point: str) -> Iterator[BlockRow]:
         held = [(block, hands, since, self._steps - 1) for block, (hands, since) in self._held.items()]
-        for block, hands, first, last in sorted(self._let_go + held):
-            yield BlockRow(variant, point, block, first, last, *hands)
+        known = sorted(self._let_go + held)
+        used = sorted((first, block) for block, hands, first, _ in known if hands.owner not in (CACHED, COPIED))
+        shown = set(list(dict.fromkeys(block for _, block in used))[:MOST])
+        for block, hands, first, last in known:
+            if block in shown:
+                yield BlockRow(variant, point, block, first, last, *hands)
 
     def _hands(self) -> dict[int, Hands]:
         """Of each block that somebody refers to, or that is kept."""
@@ -68,4 +72,4 @@ class BlockWatch:
         copied = (block for parked in kv.transfers.values() for block in parked.table)
         cached = kv._pool.cached()  # which nobody but this map asks for
         others = dict.fromkeys(cached, Hands(CACHED)) | dict.fromkeys(copied, Hands(COPIED))
-        return {block: hands for block, hands in (others | own).items() if block < MOST}
+        return others | own

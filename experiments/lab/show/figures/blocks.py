@@ -19,7 +19,8 @@ from experiments.lab.store.result import Result
 TITLE = "Whose KV blocks are which"
 DESCRIBED = (
     "The map of KV blocks is of a pass of its own in which nothing was timed: after each step it was noted whose each "
-    "block is, and what lies behind its request's last token."
+    "block is, and what lies behind its request's last token. It shows blocks that requests had, the first "
+    f"{MOST} at most."
 )
 OF_REQUESTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#661100", "#F0E442")  # in turns
 LOOKS = {SHARED: ("of several requests", frame.INK), CACHED: ("kept for prompts that begin alike", "#C9C9C9"),
@@ -33,19 +34,19 @@ def draw(result: Result) -> Figure:
     axes = figure.subplots(1, len(own), squeeze=False)[0]
     for ax, (variant, rows) in zip(axes, own.items(), strict=True):
         steps = 1 + max(row.last for row in rows)
-        total = result.steps_of(variant, rows[0].point)[-1].kv_total_blocks
-        shown = min(total, MOST)
-        image = np.ones((shown, steps, 3))
+        line = {block: n for n, block in enumerate(sorted({row.block for row in rows}))}
+        image = np.ones((len(line), steps, 3))
         for row, colour in zip(rows, _colours(rows), strict=True):
-            image[row.block, row.first : row.last + 1] = colour
-        ax.imshow(image, aspect="auto", interpolation="nearest", extent=(0, steps, shown, 0))
-        of = f"{total:,}" if shown == total else f"the first {shown} of {total:,}"
-        ax.set_title(textwrap.fill(f"{result.info.variants[variant]}: {of} KV blocks", LETTERS), **HEAD)
+            image[line[row.block], row.first : row.last + 1] = colour
+        ax.imshow(image, aspect="auto", interpolation="nearest", extent=(0, steps, len(line), 0))
+        total = result.steps_of(variant, rows[0].point)[-1].kv_total_blocks
+        title = f"{result.info.variants[variant]}: {len(line):,} of {total:,} KV blocks"
+        ax.set_title(textwrap.fill(title, LETTERS), **HEAD)
         ax.set_xlabel("engine steps")
         ax.grid(visible=False)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         _legend(ax, rows)
-    axes[0].set_ylabel("blocks")
+    axes[0].set_ylabel("KV blocks, one a line")
     frame.legend(figure, axes)
     return figure
 
