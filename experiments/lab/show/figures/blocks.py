@@ -47,7 +47,7 @@ def draw(result: Result) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         _legend(ax, rows)
     axes[0].set_ylabel("KV blocks, one a line")
-    frame.legend(figure, axes)
+    frame.legend(figure, axes, least=1)
     return figure
 
 
