@@ -56,17 +56,31 @@ def drawn(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def stored_once(ptrs: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
-    """As a GPU stores: once. The interpreter's memcpy writes a number of 2 or 4 bytes twice, from its front and from
-    its end, and a peer that has read and emptied a slot in between would find it full again."""
-    kind = getattr(ctypes, f"c_uint{8 * values.itemsize}")
+# A GPU reads and writes a number at once, which kernels rely on whose numbers say by themselves that they have come.
+# The interpreter's memcpy does not: of 2 bytes it takes the first one and then both, and writes both and the first one
+# once more. So half a number could come, and a slot that a peer has just emptied be full again.
+
+
+def _at(address: np.uint64, itemsize: int) -> Any:
+    return getattr(ctypes, f"c_uint{8 * itemsize}").from_address(int(address))
+
+
+def load_at_once(ptrs: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    found = np.array(other, dtype)
+    bits = found.view(f"u{found.itemsize}")
+    for place in np.flatnonzero(mask):
+        bits.flat[place] = _at(ptrs.flat[place], found.itemsize).value
+    return found
+
+
+def store_at_once(ptrs: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
     bits = np.ascontiguousarray(values).view(f"u{values.itemsize}")
     for place in np.flatnonzero(mask):
-        kind.from_address(int(ptrs.flat[place])).value = int(bits.flat[place])
+        _at(ptrs.flat[place], values.itemsize).value = int(bits.flat[place])
 
 
 def _on_rank(rank: int, work: Callable[..., None], *given: Any) -> None:
-    interpreter._interpreter.store = stored_once
+    interpreter._interpreter.load, interpreter._interpreter.store = load_at_once, store_at_once
     work(rank, *given)
 
 
