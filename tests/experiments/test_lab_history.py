@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from made_up import result
 
+from experiments.lab.config import axes
 from experiments.lab.show import pages
 from experiments.lab.show.pages import moved
 from experiments.lab.store.runs import asked_differently, commits_since
@@ -61,16 +62,41 @@ def test_a_change_that_was_taken_back_does_not_count(repository):
         assert commits_since(info, repository) == left
 
 
+def ask(folder, **files):
+    (folder / "conf/scale").mkdir(parents=True, exist_ok=True)
+    (folder / "conf/experiment").mkdir(exist_ok=True)
+    for name, said in files.items():
+        (folder / f"conf/experiment/{name}.yaml").write_text(json.dumps(said))
+    axes.said.cache_clear()  # which knows what files said, as they do not change in the middle of a run
+    return commit(folder, "conf/scale/tiny.yaml")
+
+
 def test_a_question_that_was_put_otherwise_counts_as_code_does(repository):
-    files = [f"conf/experiment/{name}.yaml" for name in ("demo", "_parent", "other")]
-    for name, text in zip(files, ("defaults: [_parent, override /scale: x]\n", "", ""), strict=True):
-        (repository / name).parent.mkdir(parents=True, exist_ok=True)
-        (repository / name).write_text(text)
-    info = measured(commit(repository, *files))
+    demo = {"defaults": ["_parent", {"override /scale": "x"}], "experiment": {"title": "How fast?"}}
+    info = measured(ask(repository, demo=demo, _parent={"engine": {"seed": 1}}, other={}))
     assert commits_since(info, repository) == 0
-    for name in files:
-        commit(repository, name)
+    ask(repository, other={"engine": {"seed": 2}})
+    assert commits_since(info, repository) == 0
+    ask(repository, _parent={"engine": {"seed": 2}})
+    assert commits_since(info, repository) == 1
+    ask(repository, demo={**demo, "experiment": {"title": "How slow?"}})
     assert commits_since(info, repository) == 2
+
+
+def test_what_is_asked_of_another_scale_does_not_count(repository):
+    tiny, large = {"workload": {"count": 4}}, {"workload": {"count": 100}}
+    info = replace(measured(ask(repository, demo={"scales": {"tiny": tiny, "7b": large}})), scale="tiny")
+    ask(repository, demo={"scales": {"tiny": tiny, "7b": {"workload": {"count": 200}}}})
+    assert commits_since(info, repository) == 0
+    assert commits_since(replace(info, scale="7b"), repository) == 1
+    ask(repository, demo={"workload": {"count": 4}, "scales": {"tiny": None, "7b": large}})
+    assert commits_since(info, repository) == 0, "said in another place"
+    prose = {"experiment": {"limits": ["It is slow."], "block_map": []}}
+    ask(repository, demo={"workload": {"count": 4}, **prose, "scales": {"tiny": None, "7b": large}})
+    assert commits_since(info, repository) == 0, "said of the same numbers"
+    ask(repository, demo={"scales": {"tiny": {"workload": {"count": 5}}}})
+    assert commits_since(info, repository) == 4
+    assert commits_since(replace(info, scale="my-model"), repository) == 4, "of which it says nothing"
 
 
 TTFT, RATE = ({"metric": m, "variant": "new", "at_most": 9, "source": "x"} for m in ("ttft_p50_ms", "itl_p99_ms"))

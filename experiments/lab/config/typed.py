@@ -126,13 +126,15 @@ def _keep_references(config: DictConfig, experiment: str) -> None:
 
 
 def _leave_out(config: DictConfig) -> list[str]:
-    """Drops the variants of measure.without, and the claims about them."""
+    """Drops the variants of measure.without, their maps and the claims about them."""
     if not (gone := list(config.measure.without)):
         return []
     known = config.experiment.get("variants") or {}
     require_known("experiment.variants has no", gone, known)
     for name in gone:
         del known[name]
+    if mapped := config.experiment.get("block_map"):
+        config.experiment.block_map = [name for name in mapped if name in known]
     about, what = set(gone), "about what is not measured"
     lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
     return [f"Measured without {', '.join(gone)}.{lost}"]

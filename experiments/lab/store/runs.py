@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from experiments.lab.config import axes
 from experiments.lab.store.provenance import git
@@ -67,18 +70,45 @@ ASKED_DIFFERENTLY = "its claims have changed since"
 
 def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
     """The number of commits after `info.provenance.commit` that touched a file of `info.code`, or the experiment's own
-    with those it builds on, of files that read otherwise now; None where nobody can tell: no git, no repository at
-    `root`, a run without a commit, or a commit that this history does not hold."""
+    with those it builds on, of files that read otherwise now, and say something else of the run's scale and way; None
+    where nobody can tell: no git, no repository at `root`, a run without a commit, or a commit that this history does
+    not hold."""
     if info.provenance.commit is None or not info.code:
         return None
     question = axes.with_parents(root / "conf/experiment" / f"{info.experiment}.yaml")
     asked = [str(path.relative_to(root)) for path in question]
     since = f"{info.provenance.commit}..HEAD"
-    changed = git(root, "diff", "--name-only", "--no-renames", "--relative", since, "--", *info.code, *asked)
-    if not changed:
-        return None if changed is None else 0
-    found = git(root, "rev-list", "--count", since, "--", *changed.splitlines())
+    found = git(root, "diff", "--name-only", "--no-renames", "--relative", since, "--", *info.code, *asked)
+    if found is None:
+        return None
+    changed, reworded = set(found.splitlines()), set(found.splitlines()) & set(asked)
+    if reworded and _asks_as_then(info, root, reworded):
+        changed -= reworded
+    found = git(root, "rev-list", "--count", since, "--", *sorted(changed)) if changed else "0"
     return None if found is None else int(found)
+
+
+def _asks_as_then(info: RunInfo, root: Path, changed: Iterable[str]) -> bool:
+    """Whether these files of the experiment, which read otherwise when the run was measured, said of its scale and way
+    what they say now. Of a scale of which they say nothing by itself, nobody can tell."""
+    with TemporaryDirectory() as folder:
+        for group in ("experiment", "scale"):
+            shutil.copytree(root / "conf" / group, Path(folder, "conf", group))
+        for name in changed:
+            text = git(root, "show", f"{info.provenance.commit}:./{name}")
+            Path(folder, name).write_text(text or "", encoding="utf-8")
+        then, now = (_question(info, conf) for conf in (Path(folder, "conf"), root / "conf"))
+    return then is not None and then == now
+
+
+def _question(info: RunInfo, conf: Path) -> dict[str, Any] | None:
+    """Of what files say, what decides which numbers there are: not what they say of other scales and ways, nor what
+    numbers do not say."""
+    if (said := axes.said(info.experiment, info.scale, info.via, conf)) is None:
+        return None
+    own = said.get("experiment", {})
+    asked = {key: value for key, value in own.items() if key != axes.LIMITS and value not in (None, [])}
+    return {key: of for key, of in said.items() if key not in ("scales", "via")} | {"experiment": asked}
 
 
 def asked_differently(info: RunInfo, root: Path = ROOT) -> bool:
