@@ -168,5 +168,5 @@ class ExperimentSpec(Checked, section="experiment"):
     plots: tuple[PlotSpec, ...] = ()
     code: tuple[str, ...] = ()  # files that implement the mechanism
     limits: tuple[str, ...] = ()  # what the numbers do not say
-    original: str = ""  # the original project's figure, as the index shows it
+    original: str = ""  # the original project's figure
     target: str = ""  # the figure to reach or beat

@@ -65,6 +65,7 @@ def published(path: Path, revision: str, folder: Path) -> Path:
 
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
+WORDS = ("title", "question", "method", "original", "target", "claims", axes.LIMITS)  # of an experiment
 ASKED_DIFFERENTLY = "its claims have changed since"
 
 
@@ -102,12 +103,12 @@ def _asks_as_then(info: RunInfo, root: Path, changed: Iterable[str]) -> bool:
 
 
 def _question(info: RunInfo, conf: Path) -> dict[str, Any] | None:
-    """Of what files say, what decides which numbers there are: not what they say of other scales and ways, nor what
-    numbers do not say."""
+    """Of what files say, what decides which numbers there are: neither words about them nor claims, which
+    `asked_differently` looks at, nor what is said of other scales and ways."""
     if (said := axes.said(info.experiment, info.scale, info.via, conf)) is None:
         return None
     own = said.get("experiment", {})
-    asked = {key: value for key, value in own.items() if key != axes.LIMITS and value not in (None, [])}
+    asked = {key: value for key, value in own.items() if key not in WORDS and value not in (None, [])}
     return {key: of for key, of in said.items() if key not in ("scales", "via")} | {"experiment": asked}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,8 +20,8 @@ from experiments.lab.store.result import Result
 TITLE = "Whose KV blocks are which"
 DESCRIBED = (
     "The map of KV blocks is of a pass of its own in which nothing was timed: after each step it was noted whose each "
-    "block is, and what lies behind its request's last token. It shows blocks that requests had, the first "
-    f"{MOST} at most."
+    "block is, and what lies behind its request's last token. It shows blocks that requests of that pass had, "
+    f"{MOST} at most; white is free."
 )
 OF_REQUESTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#661100", "#F0E442")  # in turns
 LOOKS = {SHARED: ("of several requests", frame.INK), CACHED: ("kept for prompts that begin alike", "#C9C9C9"),
@@ -52,10 +53,15 @@ def draw(result: Result) -> Figure:
 
 
 def _colours(rows: Sequence[BlockRow]) -> Iterator[np.ndarray]:
-    """Requests have theirs in the order of their first steps, so that those which stand side by side differ."""
-    begun = dict.fromkeys(row.owner for row in sorted(rows, key=lambda row: row.first) if row.owner not in LOOKS)
-    of_owner = {owner: OF_REQUESTS[turn % len(OF_REQUESTS)] for turn, owner in enumerate(begun)}
-    of_owner |= {owner: colour for owner, (_, colour) in LOOKS.items()}
+    """Requests have theirs in turns, in the order of their first blocks, but for those of requests beside these."""
+    of_owner = {owner: colour for owner, (_, colour) in LOOKS.items()}
+    on_map = dict[int, str]()  # block -> its colour so far
+    turns = cycle(OF_REQUESTS)
+    for row in sorted(rows, key=lambda row: (row.first, row.block)):
+        if row.owner not in of_owner:
+            beside = {on_map.get(row.block + step) for step in (-1, 0, 1)}
+            of_owner[row.owner] = next(colour for colour in turns if colour not in beside)
+        on_map[row.block] = of_owner[row.owner]
     for row in rows:
         colour = np.array(to_rgb(of_owner[row.owner]))
         yield colour + (1 - colour) * PALE if row.empty else colour
