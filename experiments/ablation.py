@@ -105,8 +105,6 @@ class Ablation(Experiment):
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
-        if others := [v for v in spec.block_map if self._cell(v, self._grid[0]).kind is not Kind.engine]:
-            raise ConfigError(f"experiment.block_map: {others[0]} is no engine in this process, and tells of no blocks")
         self._profiled = self._named("profile")
         self.generates = bool(self._gated)
 
@@ -155,7 +153,9 @@ class Ablation(Experiment):
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
         of_all = len(searched) * spec.search.steps + len(profiled)
-        steps.plan(len(repeats) * passes + of_all * len(self._alone) + len(spec.block_map))
+        there = [self._cells[variant, self._timeline] for variant in self._alone if self._timeline is not None]
+        mapped = [cell for cell in there if cell.kind.can.mapped][:2] if spec.block_map else []
+        steps.plan(len(repeats) * passes + of_all * len(self._alone) + len(mapped))
         computed_on = hardware.resolve(self._cell(spec.baseline, self._grid[0]).engine.model.device)
         limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
@@ -187,9 +187,8 @@ class Ablation(Experiment):
             for repeat, point in profiled:
                 profile = partial(session.profile, repeat, point, inputs[point.name])
                 work.append((f"profile {repeat + 1} at {point.name}", profile))
-            if spec.block_map and self._timeline is not None:
-                map_blocks = partial(session.map_blocks, self._timeline, inputs[self._timeline])
-                work.append(("the map of blocks", map_blocks))
+            if mapped:
+                work.append(("the map of blocks", partial(session.map_blocks, mapped, inputs[mapped[0].point.name])))
             status, error = run_rounds(work, lambda: session.begun)
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in self._tried} - searches.visited

@@ -20,12 +20,11 @@ from experiments.lab.judge import claims, stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
-from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
-from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
+from experiments.lab.measure.traces import BlockRow, ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample

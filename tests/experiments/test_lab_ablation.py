@@ -201,9 +201,9 @@ def test_steps_of_the_asked_point_and_first_repeat_are_kept(build):
 UNCACHED = {"cache": {"prefix_caching": False}}
 
 
-def mapped(build, *variants, **asked):
+def mapped(build, **asked):
     """By variant, whose each block is after each step."""
-    found, by = measured(build(*FIXED, timeline={}, block_map=list(variants), **asked)), dict[str, dict]()
+    found, by = measured(build(*FIXED, timeline={}, block_map=True, **asked)), dict[str, dict]()
     for row in found.blocks:
         for step in range(row.first, row.last + 1):
             hands = by.setdefault(row.variant, {}).setdefault(step, {})
@@ -214,7 +214,7 @@ def mapped(build, *variants, **asked):
 
 def test_it_is_noted_whose_blocks_are_which(build):
     contiguous = {"cache": {"layout": "contiguous", **UNCACHED["cache"]}, "model": {"max_model_len": 64}}
-    found = mapped(build, "transformers", "engine", variants={"transformers": contiguous, "engine": UNCACHED})
+    found = mapped(build, variants={"transformers": contiguous, "engine": UNCACHED})
     first = Counter(found["engine"][0].values())
     assert first == {(f"request-{index}", False): 3 for index in range(4)}, "40 tokens of a prompt and the first one"
     assert Counter(found["transformers"][0].values()) == {
@@ -225,8 +225,8 @@ def test_it_is_noted_whose_blocks_are_which(build):
 def test_blocks_that_several_have_and_that_nobody_has_are_known(build):
     shared = ["workload=shared_prefix", "workload.count=4", "workload.prefix_tokens=64", "workload.suffix_tokens=16"]
     more = ["workload.output_tokens=4", "workload.hit_rate=1.0", "workload.prime=true"]
-    experiment = build(*shared, *more, timeline={}, block_map=["engine"])
-    found = measured(experiment).blocks
+    experiment = build(*shared, *more, timeline={}, block_map=True)
+    found = [row for row in measured(experiment).blocks if row.variant == "engine"]
     assert {row.block for row in found} == {row.block for row in found if row.owner != "cached"}, "others are left out"
     assert Counter(row.owner for row in found if row.last == max(r.last for r in found)) == {"cached": 4 + 4}
     owners = Counter(row.owner for row in found if row.first == 0)
@@ -234,13 +234,21 @@ def test_blocks_that_several_have_and_that_nobody_has_are_known(build):
     assert [owners[f"hit-{index}"] for index in range(4)] == [1] * 4, "after 64 of 80 tokens"
 
 
-def test_only_engines_of_this_process_tell_of_their_blocks(build):
-    with pytest.raises(ConfigError, match=r"experiment.block_map: there is no variant 'vllm'"):
-        build(*FIXED, timeline={}, block_map=["vllm"])
-    with pytest.raises(ConfigError, match=r"block_map is of experiment.timeline's point: name it"):
-        build(*FIXED, block_map=["engine"])
-    with pytest.raises(ConfigError, match="block_map: engine is no engine in this process"):
-        build(*FIXED, variants={"transformers": {}, "engine": {"kind": "served"}}, timeline={}, block_map=["engine"])
+def test_a_map_is_of_variants_that_tell_of_their_blocks_and_of_requests_that_have_ended(build, monkeypatch):
+    assert not measured(build(*FIXED, block_map=True)).blocks, "there is no timeline"
+    real = subjects.drive
+
+    def drive(*given, **more):
+        served = real(*given, **more)
+        return replace(served, requests=tuple(replace(r, error="lost") for r in served.requests))
+
+    three = {"transformers": {}, "a": {}, "b": {}}
+    found = measured(build(*FIXED, variants=three, timeline={}, block_map=True))
+    assert list(dict.fromkeys(row.variant for row in found.blocks)) == ["transformers", "a"]
+    monkeypatch.setattr(subjects, "drive", drive)
+    found = measured(build(*FIXED, timeline={}, block_map=True))
+    assert not found.blocks
+    assert "engine: there is no map of its blocks, because 4 of 4 requests failed: lost." in found.notes
 
 
 def test_no_steps_are_kept_where_nobody_asks(build):

@@ -63,23 +63,22 @@ def test_a_change_that_was_taken_back_does_not_count(repository):
 
 
 def ask(folder, **files):
-    (folder / "conf/scale").mkdir(parents=True, exist_ok=True)
-    (folder / "conf/experiment").mkdir(exist_ok=True)
+    (folder / "conf/experiment").mkdir(parents=True, exist_ok=True)
     for name, said in files.items():
         (folder / f"conf/experiment/{name}.yaml").write_text(json.dumps(said))
     axes.said.cache_clear()  # which knows what files said, as they do not change in the middle of a run
-    return commit(folder, "conf/scale/tiny.yaml")
+    return commit(folder, "other.py")
 
 
 def test_a_question_that_was_put_otherwise_counts_as_code_does(repository):
-    demo = {"defaults": ["_parent", {"override /scale": "x"}], "experiment": {"title": "How fast?"}}
+    demo = {"defaults": ["_parent", {"override /scale": "x"}], "workload": {"count": 4}}
     info = measured(ask(repository, demo=demo, _parent={"engine": {"seed": 1}}, other={}))
     assert commits_since(info, repository) == 0
     ask(repository, other={"engine": {"seed": 2}})
     assert commits_since(info, repository) == 0
     ask(repository, _parent={"engine": {"seed": 2}})
     assert commits_since(info, repository) == 1
-    ask(repository, demo={**demo, "experiment": {"title": "How slow?"}})
+    ask(repository, demo={**demo, "workload": {"count": 5}})
     assert commits_since(info, repository) == 2
 
 
@@ -91,9 +90,14 @@ def test_what_is_asked_of_another_scale_does_not_count(repository):
     assert commits_since(replace(info, scale="7b"), repository) == 1
     ask(repository, demo={"workload": {"count": 4}, "scales": {"tiny": None, "7b": large}})
     assert commits_since(info, repository) == 0, "said in another place"
-    prose = {"experiment": {"limits": ["It is slow."], "block_map": []}}
+    prose = {"experiment": {"limits": ["It is slow."], "title": "How slow?"}}
     ask(repository, demo={"workload": {"count": 4}, **prose, "scales": {"tiny": None, "7b": large}})
     assert commits_since(info, repository) == 0, "said of the same numbers"
+    (repository / "conf/scale").mkdir()
+    (repository / "conf/scale/7b.yaml").write_text("engine: {seed: 2}")
+    ask(repository)
+    assert commits_since(replace(info, scale="7b"), repository) == 4, "a scale's file is part of what is asked"
+    assert commits_since(info, repository) == 0
     ask(repository, demo={"scales": {"tiny": {"workload": {"count": 5}}}})
     assert commits_since(info, repository) == 4
     assert commits_since(replace(info, scale="my-model"), repository) == 4, "of which it says nothing"

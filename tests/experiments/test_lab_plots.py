@@ -13,7 +13,7 @@ from PIL import Image
 from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.block_map import BlockRow
+from experiments.lab.measure.traces import BlockRow
 from experiments.lab.show.figures import blocks, frame, gallery, load, stacks, timeline
 from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.gallery import panels as draw_panels
@@ -290,11 +290,12 @@ def test_a_map_of_blocks_has_a_colour_for_each_request_and_a_pale_one_for_what_i
     frame.png(figure, "demo")
     base, new = (ax.images[0].get_array() for ax in figure.axes)
     assert base.shape == (3, 10, 3)
+    assert new.shape == (2, 5, 3)
     assert base[0, 0].tolist() != base[2, 5].tolist()
     assert (base[2, 4] == 1).all(), "it was nobody's yet"
     assert (base[1] > base[0]).any(), "paler"
-    assert len({tuple(new[block, 0]) for block in range(3)}) == 3
-    assert "whole prompts: 3 of 500 KV blocks" in figure.axes[0].get_title(loc="left")
+    assert len({tuple(new[block, 0]) for block in range(2)}) == 2
+    assert "whole prompts: 3 blocks that requests had, of 500" in figure.axes[0].get_title(loc="left")
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[:2] == ["a request's (colours come again)", "reserved, empty"]
     assert shown[2:] == [label for label, _ in blocks.LOOKS.values()]

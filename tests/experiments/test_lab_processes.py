@@ -105,8 +105,8 @@ def test_steps_are_profiled_once_unless_every_profile_counts(config):
 
 
 def test_blocks_are_mapped_once(config):
-    made = config("+experiment.timeline={}", "+experiment.block_map=[engine]")
-    assert [len(processes.seeded(made, index).experiment.block_map) for index in range(2)] == [1, 0]
+    made = config("+experiment.timeline={}", "+experiment.block_map=true")
+    assert [processes.seeded(made, index).experiment.block_map for index in range(2)] == [True, False]
 
 
 def test_a_config_reaches_another_process_whole(config):

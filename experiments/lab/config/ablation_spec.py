@@ -51,8 +51,9 @@ class AblationSpec(ExperimentSpec):
     samples: Natural = 0  # so many prompts of the workload are shown in the report with what was generated
     # The point whose first repeat is kept step by step, {} where there is only one; left out: none is.
     timeline: dict[str, Any] | None = None
-    # The variants of which, at that point, is noted after each step whose blocks are which, in a pass of their own.
-    block_map: tuple[str, ...] = ()
+    # Whether it is noted there whose KV blocks are which after each step, in a pass of their own: of the first two
+    # variants that tell.
+    block_map: bool = False
     # The points at which each engine's decode steps are profiled on a GPU after all else has been timed.
     profile: tuple[dict[str, Any], ...] = ()
 
@@ -62,9 +63,6 @@ class AblationSpec(ExperimentSpec):
         require_known("experiment.baseline: there is no variant", [self.baseline], self.variants)
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
-        require_known("experiment.block_map: there is no variant", self.block_map, self.variants)
-        if self.block_map and self.timeline is None:
-            raise ConfigError("experiment.block_map is of experiment.timeline's point: name it, or set block_map=[]")
         formulas.require_known(self.metrics, self.slo)
         if unknown := [name for name, share in self.reach.items() if name not in self.metrics or not 0 < share < 1]:
             needed = f"a metric that is measured, with a share between 0 and 1. Measured: {', '.join(self.metrics)}"
@@ -81,8 +79,7 @@ class AblationSpec(ExperimentSpec):
         """With the other variants alone, and the claims that name none of those."""
         variants = {name: changes for name, changes in self.variants.items() if name not in dropped}
         claims = tuple(claim for claim in self.claims if claim.variant not in dropped and claim.to not in dropped)
-        block_map = tuple(name for name in self.block_map if name in variants)
-        return replace(self, variants=variants, claims=claims, block_map=block_map)
+        return replace(self, variants=variants, claims=claims)
 
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
@@ -121,7 +118,7 @@ class AblationSpec(ExperimentSpec):
         drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
         plots = tuple(plot for plot in drawn if plot.panels)
         changed = replace(self, variants=variants, baseline=baseline, metrics=kept, claims=claims, plots=plots)
-        return replace(changed, timeline=None, block_map=(), profile=())
+        return replace(changed, timeline=None, profile=())
 
 
 def _named_kind(changes: dict[str, Any] | None) -> str:

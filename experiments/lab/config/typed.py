@@ -126,15 +126,13 @@ def _keep_references(config: DictConfig, experiment: str) -> None:
 
 
 def _leave_out(config: DictConfig) -> list[str]:
-    """Drops the variants of measure.without, their maps and the claims about them."""
+    """Drops the variants of measure.without, and the claims about them."""
     if not (gone := list(config.measure.without)):
         return []
     known = config.experiment.get("variants") or {}
     require_known("experiment.variants has no", gone, known)
     for name in gone:
         del known[name]
-    if mapped := config.experiment.get("block_map"):
-        config.experiment.block_map = [name for name in mapped if name in known]
     about, what = set(gone), "about what is not measured"
     lost = _drop_claims(config, lambda claim: not {claim.get("variant"), claim.get("to")} & about, what)
     return [f"Measured without {', '.join(gone)}.{lost}"]
@@ -260,7 +258,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
 
     lost = _drop_claims(config, kept, "about other points")
     if config.experiment.get("timeline") is not None and not stands(config.experiment.timeline):
-        config.experiment.timeline, config.experiment.block_map = None, []
+        config.experiment.timeline = None
     for name, instead in (("again_at", []), ("gate_at", [dict(grid[0].values)]), ("profile", [dict(grid[0].values)])):
         if own_points := config.experiment.get(name):
             config.experiment[name] = list(filter(stands, own_points)) or instead

@@ -1,34 +1,26 @@
-"""A map of the KV pool: in whose hands each block is after every step of a pass in which nothing is timed."""
+"""A map of the KV pool: whose each block is after every step of a pass in which nothing is timed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from experiments.lab.measure.traces import CACHED, SHARED, BlockRow
 from mini_infer.core.plan import StepRecord
-from mini_infer.runtime.engine_core import EngineCore
 
-MOST = 256  # blocks: those that requests had first
-# Instead of a request's name: of several requests; of nobody, and kept for prompts that begin alike; of nobody, and
-# free as soon as it has been copied.
-SHARED, CACHED, COPIED = "shared", "cached", "copied"
+if TYPE_CHECKING:
+    from mini_infer.runtime.engine_core import EngineCore
 
-
-@dataclass(frozen=True)
-class BlockRow:
-    """A block that stays in the same hands from one step of a pass to another. Steps are counted from 0."""
-
-    variant: str
-    point: str
-    block: int
-    first: int
-    last: int
-    owner: str  # a request, or as above
-    empty: bool = False  # it is reserved, and lies behind the request's last token
+MAX_BLOCKS = 256  # of a map: those that requests had first
 
 
-class Hands(NamedTuple):
+class NoMap(Exception):
+    """Why there is nothing to see."""
+
+
+class BlockState(NamedTuple):
+    """As in BlockRow."""
+
     owner: str
     empty: bool = False
 
@@ -39,37 +31,38 @@ class BlockWatch:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._steps = 0
-        self._held: dict[int, tuple[Hands, int]] = {}  # block -> whose it is, and since which step
-        self._let_go: list[tuple[int, Hands, int, int]] = []  # as in BlockRow
+        self._known: dict[int, None] = {}  # blocks of the map, in the order in which requests had them
+        self._states: dict[int, tuple[BlockState, int]] = {}  # of a block, and since which step
+        self._ended: list[tuple[int, BlockState, int, int]] = []  # block, its state, from which step to which
 
     def __call__(self, record: StepRecord) -> None:
-        now = self._hands()
-        for block, (hands, since) in list(self._held.items()):
-            if now.get(block) != hands:
-                self._let_go.append((block, hands, since, self._steps - 1))
-                del self._held[block]
-        for block, hands in now.items():
-            self._held.setdefault(block, (hands, self._steps))
+        now = self._now()
+        for block, (state, since) in list(self._states.items()):
+            if now.get(block) != state:
+                self._ended.append((block, state, since, self._steps - 1))
+                del self._states[block]
+        for block, state in now.items():
+            self._states.setdefault(block, (state, self._steps))
         self._steps += 1
 
     def rows(self, variant: str, point: str) -> Iterator[BlockRow]:
-        held = [(block, hands, since, self._steps - 1) for block, (hands, since) in self._held.items()]
-        known = sorted(self._let_go + held)
-        used = sorted((first, block) for block, hands, first, _ in known if hands.owner not in (CACHED, COPIED))
-        shown = set(list(dict.fromkeys(block for _, block in used))[:MOST])
-        for block, hands, first, last in known:
-            if block in shown:
-                yield BlockRow(variant, point, block, first, last, *hands)
+        lasting = [(block, state, since, self._steps - 1) for block, (state, since) in self._states.items()]
+        for block, state, first, last in sorted(self._ended + lasting):
+            yield BlockRow(variant, point, block, first, last, *state)
 
-    def _hands(self) -> dict[int, Hands]:
-        """Of each block that somebody refers to, or that is kept."""
-        scheduler, own = self._core.scheduler, dict[int, Hands]()
+    def _now(self) -> dict[int, BlockState]:
+        """Of each block of the map that is referenced, or cached."""
+        scheduler, found = self._core.scheduler, dict[int, BlockState]()
         kv = scheduler.kv
         for request in scheduler.batch.requests():
             full = -(-(request.num_tokens + request.num_in_flight) // kv.block_size)
             for place, block in enumerate(request.block_table):
-                own[block] = Hands(SHARED) if block in own else Hands(request.request_id, place >= full)
-        copied = (block for parked in kv.transfers.values() for block in parked.table)
-        cached = kv._pool.cached()  # which nobody but this map asks for
-        others = dict.fromkeys(cached, Hands(CACHED)) | dict.fromkeys(copied, Hands(COPIED))
-        return others | own
+                shared = block in found
+                found[block] = BlockState(SHARED) if shared else BlockState(request.request_id, place >= full)
+        for block in found:
+            if len(self._known) < MAX_BLOCKS:
+                self._known.setdefault(block)
+        cached = self._known.keys() & set(kv._pool.cached())  # which nobody but this map asks for
+        return {block: found[block] for block in self._known if block in found} | dict.fromkeys(
+            cached, BlockState(CACHED)
+        )

@@ -16,7 +16,6 @@ from experiments.lab.config.points import Point
 from experiments.lab.judge import formulas, roofline
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.measure import hardware
-from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import served as served_as
 from experiments.lab.measure.hardware import Ceilings
@@ -24,7 +23,7 @@ from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.schedule import CutOff, from_outside
 from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure.traces import BlockRow, Served
 from experiments.lab.peers.pool import Peers
 from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs, Item, Workload
@@ -140,13 +139,11 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
 
 
 def map_blocks(cell: Cell, inputs: Inputs, lending: Lending) -> list[BlockRow]:
-    """Of a pass like those that are timed, of an engine in this process."""
+    """Of a pass like those that are timed. Raises NoMap."""
     with lending.lend(cell) as lent:
         _prepare(cell, inputs, lent)
-        assert isinstance(lent.subject, EngineSubject), "of others nobody sees the blocks"
-        found = lent.subject.map_blocks(inputs.measured, cell.workload.in_flight, *cell.key)
         lent.served += inputs.measured
-        return found
+        return lent.subject.map_blocks(inputs.measured, cell.workload.in_flight, *cell.key)
 
 
 def _prepare(cell: Cell, inputs: Inputs, lent: Lent) -> None:

@@ -16,7 +16,7 @@ from mini_infer.core.errors import MiniInferError
 
 if TYPE_CHECKING:
     from experiments.lab.measure.profile import KernelRow, StepProfile
-    from experiments.lab.measure.traces import Served
+    from experiments.lab.measure.traces import BlockRow, Served
     from experiments.lab.workloads import Item
 
 
@@ -50,6 +50,7 @@ class System:
     ours: bool = False  # it is this engine, which gates check before it is timed
     steps: bool = False  # it tells StepRecords
     profiled: bool = False  # its decode steps can be profiled
+    mapped: bool = False  # it tells whose KV blocks are which
     own_weights: bool = False  # of random weights it makes its own; else it has the engine's
     caches: bool = False  # it has the engine's switch for a prefix cache
     open_loop: bool = True  # it takes requests at their times
@@ -83,7 +84,7 @@ LAB = "experiments.lab"
 _ours = partial(System, ours=True, caches=True)
 _of_vllm = partial(System, own_weights=True, needs_gpu=True)
 SYSTEMS = {
-    Kind.engine: _ours("mini-infer", steps=True, profiled=True, reads=_OURS),
+    Kind.engine: _ours("mini-infer", steps=True, profiled=True, mapped=True, reads=_OURS),
     Kind.hf: System("transformers.generate", f"{LAB}.peers.hf", open_loop=False, chains=False, reads=_HF),
     Kind.hf_continuous: System(
         "transformers continuous batching", f"{LAB}.peers.hf_continuous", chains=False, reads=_HF_CONTINUOUS
@@ -210,6 +211,11 @@ class Subject:
     def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
         """Decodes all items together, with a profiler and without it; asked of kinds that can be `profiled`. Raises
         NoProfile where nothing is to be seen."""
+        raise NotImplementedError
+
+    def map_blocks(self, items: Sequence[Item], concurrency: int, variant: str, point: str) -> list[BlockRow]:
+        """Serves them, and looks after each step at whose KV blocks are which; asked of kinds that can be `mapped`.
+        Raises NoMap where requests fail."""
         raise NotImplementedError
 
     def close(self) -> None:

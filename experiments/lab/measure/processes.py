@@ -121,7 +121,7 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
     if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
         changed["experiment.profile"] = []  # the first process's are looked at
     if process and OmegaConf.select(config, "experiment.block_map"):
-        changed["experiment.block_map"] = []  # the first process's is looked at, too
+        changed["experiment.block_map"] = False  # the first process's is looked at, too
     gates = config.measure.gates and process == 0
     return schema.with_values(config, {**changed, "measure.seed": seed_of(seed, 0, process), "measure.gates": gates})
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from experiments.lab.config.ablation_spec import AblationSpec
 from experiments.lab.config.points import Point
 from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware
-from experiments.lab.measure.block_map import BlockRow
+from experiments.lab.measure.block_map import NoMap
 from experiments.lab.measure.cells import Cell, Lending, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind, PeerAbsent, PeerError, why_lost
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.schedule import CutOff
+from experiments.lab.measure.traces import BlockRow
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.ledger import Key, Ledger
 from experiments.lab.store.rows import Row
@@ -109,10 +110,13 @@ class Session:
             if "gpu_idle_share" in self.spec.metrics:
                 self.profile_rows.append(Row(*cell.key, repeat, "gpu_idle_share", found.idle_share, ""))
 
-    def map_blocks(self, point: str, inputs: Inputs) -> None:
-        for cell in (self.cells[variant, point] for variant in self.spec.block_map):
+    def map_blocks(self, mapped: Sequence[Cell], inputs: Inputs) -> None:
+        for cell in mapped:
             self._next(cell, "whose blocks are which")
-            self.blocks += cells.map_blocks(cell, inputs, self.lending)
+            try:
+                self.blocks += cells.map_blocks(cell, inputs, self.lending)
+            except NoMap as why:
+                self.notes.append(f"{self.labels[cell.variant]}: there is no map of its blocks, because {why}.")
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""

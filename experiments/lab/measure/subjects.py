@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from experiments.lab.measure.block_map import BlockRow, BlockWatch
+from experiments.lab.measure.block_map import BlockWatch, NoMap
 from experiments.lab.measure.kinds import Kind, Subject
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, NoProfile, StepProfile, analyse
 from experiments.lab.measure.schedule import Outcomes
-from experiments.lab.measure.traces import Served
+from experiments.lab.measure.traces import BlockRow, Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig
@@ -87,13 +87,14 @@ class EngineSubject(Subject):
         return profile_decode(self.engine, items, variant, point)
 
     def map_blocks(self, items: Sequence[Item], concurrency: int, variant: str, point: str) -> list[BlockRow]:
-        """Serves them once more, and looks after each step at whose blocks are which."""
         watch = BlockWatch(self.engine.core)
         self.engine.observers.append(watch)
         try:
-            drive(self.engine, items, concurrency, tell=self._tell)
+            served = drive(self.engine, items, concurrency, tell=self._tell)
         finally:
             self.engine.observers.remove(watch)
+        if failed := [request.error for request in served.requests if request.error]:
+            raise NoMap(f"{len(failed)} of {len(items)} requests failed: {failed[0]}")
         return list(watch.rows(variant, point))
 
     def reserve_memory(self) -> None:

@@ -266,6 +266,22 @@ class ExpertRow:
     tokens: tuple[str, ...]  # whole numbers, by expert
 
 
+SHARED, CACHED = "shared", "cached"  # of a block, instead of a request's name
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """A KV block that does not change its owner from one step of a pass to another. Steps are counted from 0."""
+
+    variant: str
+    point: str
+    block: int
+    first: int
+    last: int
+    owner: str  # a request; SHARED by several; CACHED: nobody, and kept for prompts that begin alike
+    empty: bool = False  # it lies behind its request's last token
+
+
 TOLD_SPANS = ("prefill", "transfer", "transfer_exposed", "decode_wait", "first_decode_step")
 _OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
 

@@ -29,9 +29,8 @@ from experiments.lab.judge import formulas, knees, stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.measure.block_map import BlockRow
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.traces import ExpertRow, GapRow, RequestRow, StepRow
+from experiments.lab.measure.traces import BlockRow, ExpertRow, GapRow, RequestRow, StepRow
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import OtherFormat, Row, Table, Turn, from_csv, from_plain, rounded, to_csv
 from mini_infer.core.errors import MiniInferError

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,50 +65,49 @@ def published(path: Path, revision: str, folder: Path) -> Path:
 
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
-WORDS = ("title", "question", "method", "original", "target", "claims", axes.LIMITS)  # of an experiment
+# What an experiment says that decides no number; of its claims `asked_differently` knows.
+SHOWN = ("title", "question", "method", "original", "target", "claims", "plots", "block_map", "code", axes.LIMITS)
 ASKED_DIFFERENTLY = "its claims have changed since"
 
 
 def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
-    """The number of commits after `info.provenance.commit` that touched a file of `info.code`, or the experiment's own
-    with those it builds on, of files that read otherwise now, and say something else of the run's scale and way; None
-    where nobody can tell: no git, no repository at `root`, a run without a commit, or a commit that this history does
-    not hold."""
+    """The number of commits after `info.provenance.commit` that touched a file of `info.code`, or the experiment's or
+    scale's own with those they build on, of files that read otherwise now, and say something else of the run's scale
+    and way; None where nobody can tell: no git, no repository at `root`, a run without a commit, or a commit that this
+    history does not hold."""
     if info.provenance.commit is None or not info.code:
         return None
-    question = axes.with_parents(root / "conf/experiment" / f"{info.experiment}.yaml")
-    asked = [str(path.relative_to(root)) for path in question]
+    own = (Path("conf/experiment", f"{info.experiment}.yaml"), Path("conf/scale", f"{info.scale}.yaml"))
+    asked = [str(path.relative_to(root)) for each in own for path in axes.with_parents(root / each)]
     since = f"{info.provenance.commit}..HEAD"
     found = git(root, "diff", "--name-only", "--no-renames", "--relative", since, "--", *info.code, *asked)
     if found is None:
         return None
-    changed, reworded = set(found.splitlines()), set(found.splitlines()) & set(asked)
-    if reworded and _asks_as_then(info, root, reworded):
-        changed -= reworded
+    changed = set(found.splitlines())
+    if not changed.isdisjoint(asked) and _asks_as_then(info, root):
+        changed -= set(asked)
     found = git(root, "rev-list", "--count", since, "--", *sorted(changed)) if changed else "0"
     return None if found is None else int(found)
 
 
-def _asks_as_then(info: RunInfo, root: Path, changed: Iterable[str]) -> bool:
-    """Whether these files of the experiment, which read otherwise when the run was measured, said of its scale and way
-    what they say now. Of a scale of which they say nothing by itself, nobody can tell."""
+def _asks_as_then(info: RunInfo, root: Path) -> bool:
+    """Whether files said of the run's scale and way what they say now, when it was measured. Of a scale of which they
+    say nothing by itself, nobody can tell."""
     with TemporaryDirectory() as folder:
-        for group in ("experiment", "scale"):
-            shutil.copytree(root / "conf" / group, Path(folder, "conf", group))
-        for name in changed:
-            text = git(root, "show", f"{info.provenance.commit}:./{name}")
-            Path(folder, name).write_text(text or "", encoding="utf-8")
-        then, now = (_question(info, conf) for conf in (Path(folder, "conf"), root / "conf"))
+        packed = Path(folder, "conf.tar")
+        if git(root, "archive", f"--output={packed}", str(info.provenance.commit), "conf") is None:
+            return False
+        with tarfile.open(packed) as files:
+            files.extractall(folder, filter="data")
+        then, now = (_question(info, Path(of, "conf")) for of in (folder, root))
     return then is not None and then == now
 
 
 def _question(info: RunInfo, conf: Path) -> dict[str, Any] | None:
-    """Of what files say, what decides which numbers there are: neither words about them nor claims, which
-    `asked_differently` looks at, nor what is said of other scales and ways."""
+    """What files say that decides which numbers there are, without what they say of other scales and ways."""
     if (said := axes.said(info.experiment, info.scale, info.via, conf)) is None:
         return None
-    own = said.get("experiment", {})
-    asked = {key: value for key, value in own.items() if key not in WORDS and value not in (None, [])}
+    asked = {key: value for key, value in said.get("experiment", {}).items() if key not in SHOWN}
     return {key: of for key, of in said.items() if key not in ("scales", "via")} | {"experiment": asked}
 
 

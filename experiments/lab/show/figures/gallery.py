@@ -62,8 +62,10 @@ def of(result: Result) -> Gallery:
     profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
     compared = len({profile.variant for profile in info.profiles}) > 1
     first = [*courses, *(profiles if compared else []), *plots][:1]
-    mapped = [wording.titled(blocks.TITLE, row.point) for row in result.blocks[:1]]
-    maps = [picture("blocks", title, partial(blocks.draw, result)) for title in mapped]
+    maps = []
+    if result.blocks:
+        title = wording.titled(blocks.TITLE, result.blocks[0].point)
+        maps.append(picture("blocks", title, partial(blocks.draw, result)))
     others = [each for each in (*plots, *courses, *maps, *profiles, *_under_load(result)) if each not in first]
     if effects.shown(result, 1) and not at_most(result) and not pairs.sentence(result):
         first.insert(0, picture("effects", "How much better", partial(worth.forest, result)))
