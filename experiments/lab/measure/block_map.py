@@ -62,7 +62,6 @@ class BlockWatch:
         for block in found:
             if len(self._known) < MAX_BLOCKS:
                 self._known.setdefault(block)
+        own = {block: found[block] for block in self._known if block in found}
         cached = self._known.keys() & set(kv._pool.cached())  # which nobody but this map asks for
-        return {block: found[block] for block in self._known if block in found} | dict.fromkeys(
-            cached, BlockState(CACHED)
-        )
+        return own | dict.fromkeys(cached, BlockState(CACHED))
