@@ -206,9 +206,9 @@ def mapped(build, **asked):
     found, by = measured(build(*FIXED, timeline={}, block_map=True, **asked)), dict[str, dict]()
     for row in found.blocks:
         for step in range(row.first, row.last + 1):
-            hands = by.setdefault(row.variant, {}).setdefault(step, {})
-            assert row.block not in hands, "a block is in one place"
-            hands[row.block] = row.owner, row.empty
+            owners = by.setdefault(row.variant, {}).setdefault(step, {})
+            assert row.block not in owners, "a block has one state at a time"
+            owners[row.block] = row.owner, row.empty
     return by
 
 

@@ -50,7 +50,7 @@ TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Re
     ".requests.csv": ("requests", RequestRow),  # one per request of every pass
     ".gaps.csv": ("gaps", GapRow),  # one per pass that counts: how long its tokens took
     ".profile.csv": ("kernels", KernelRow),  # one per kernel of a decode step
-    ".blocks.csv": ("blocks", BlockRow),  # one per block and time in somebody's hands
+    ".blocks.csv": ("blocks", BlockRow),  # one per KV block and the steps in which its owner is the same
     ".experts.csv": ("experts", ExpertRow),  # one per layer with experts
 }
 
@@ -158,7 +158,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
-    blocks: tuple[BlockRow, ...] = ()  # whose they were in a pass
+    blocks: tuple[BlockRow, ...] = ()  # of the KV pool, and whose they were in a pass that was not timed
     experts: tuple[ExpertRow, ...] = ()  # where tokens went, by layer
     gaps: tuple[GapRow, ...] = ()  # between tokens, of passes that count; none in results older than these
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
