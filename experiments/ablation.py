@@ -149,13 +149,13 @@ class Ablation(Experiment):
         # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
         profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
-        searched = repeats if spec.search.rates else ()
+        searched = repeats[: spec.search.repeats] if spec.search.rates else ()
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
-        of_all = len(searched) * spec.search.steps + len(profiled)
+        searches = len(searched) * spec.search.steps * len(spec.search.among(self._alone))
         there = [self._cells[variant, self._timeline] for variant in self._alone if self._timeline is not None]
         mapped = [cell for cell in there if cell.kind.can.mapped][:2] if spec.block_map else []
-        steps.plan(len(repeats) * passes + of_all * len(self._alone) + len(mapped))
+        steps.plan(len(repeats) * passes + searches + len(profiled) * len(self._alone) + len(mapped))
         computed_on = hardware.resolve(self._cell(spec.baseline, self._grid[0]).engine.model.device)
         limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
@@ -177,13 +177,13 @@ class Ablation(Experiment):
                 error_gates = logit_gate.gates(self._gated, spec.gate_logit_error)
             exact_gates = self._exact_gates(device, inputs, steps) if gated else []
             session.prepare(inputs)
-            searches = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
+            search = Searches(session, spec.search, self._tried, partial(self._inputs, vocabulary=vocabulary))
             work: list[tuple[str, Callable[[], None]]] = []
             for repeat, point in product(repeats, self._grid):
                 at = f" at {point.name}" if point.name else ""
                 measure = partial(session.round, repeat, point, inputs[point.name])
                 work.append((f"repeat {repeat + 1} of {len(repeats)}{at}", measure))
-            work += [(f"search {repeat + 1} of {len(repeats)}", partial(searches.round, repeat)) for repeat in searched]
+            work += [(f"search {repeat + 1} of {len(searched)}", partial(search.round, repeat)) for repeat in searched]
             for repeat, point in profiled:
                 profile = partial(session.profile, repeat, point, inputs[point.name])
                 work.append((f"profile {repeat + 1} at {point.name}", profile))
@@ -191,7 +191,7 @@ class Ablation(Experiment):
                 work.append(("the map of blocks", partial(session.map_blocks, mapped, inputs[mapped[0].point.name])))
             status, error = run_rounds(work, lambda: session.begun)
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
-        not_visited = {point.name for point in self._tried} - searches.visited
+        not_visited = {point.name for point in self._tried} - search.visited
         # Of all rounds; what they know of is called as in Findings.
         tables: dict[str, Any] = {
             name: [row for found in ledger.rounds for row in getattr(found, name)]
@@ -202,14 +202,14 @@ class Ablation(Experiment):
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
-            **{**tables, "rows": [*tables["rows"], *searches.rows, *session.profile_rows]},
+            **{**tables, "rows": [*tables["rows"], *search.rows, *session.profile_rows]},
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
             status=status,
             error=error,
             workload=self._workload(inputs),
             ceilings=limits,
-            notes=[*notes, *searches.notes],
+            notes=[*notes, *search.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,

@@ -36,6 +36,9 @@ def test_goodput_past_the_knee_stands_beside_what_was_offered():
         "90% in time up to: whole prompts: 20 requests/s; chunked prefill, 512 tokens a step: no rate that was tried"
     )
     assert "goodput" in names(served())
+    result = served()
+    alone = replace(result, info=replace(result.info, variants={**result.info.variants, "other": "engine alone"}))
+    assert load.goodput_of(alone)[1] == ax.get_title(), "nothing is said of what met no rate"
     assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
 
 

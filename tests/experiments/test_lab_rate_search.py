@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from small_runs import measured, probe
 
+from experiments.lab.config.spec import PREDICTED
 from experiments.lab.judge import formulas, validity
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.kinds import Kind
@@ -110,6 +111,26 @@ def test_two_rates_enclose_the_answer(build, planted):
         "engine, search 2: 95 % of the requests kept the SLO at 400/s and 50 % of the requests kept the SLO at 1600/s."
     )
     assert told in findings.notes
+
+
+def test_some_variants_alone_are_searched_and_less_often_than_passes_are_repeated(build, planted):
+    made = planted(lambda rate: {"value": 1.0 if rate < 1000 else 0.0})
+    variants = {name: {} for name in ("engine", "other", "third")}
+    findings = measured(build(variants=variants, search={**SEARCH, "variants": ["third", "other"], "repeats": 1}))
+    rows = [row for row in findings.rows if row.metric == "slo_rate_rps"]
+    assert [(row.variant, row.repeat, row.value) for row in rows] == [("other", 0, 400.0), ("third", 0, 400.0)]
+    assert made == [400, 1600] * 2
+    assert {row.variant for row in findings.rows if row.metric == "slo_share"} == set(variants)
+    with pytest.raises(ConfigError, match="there is no variant 'thrid'; did you mean 'third'"):
+        build(variants=variants, search={**SEARCH, "variants": ["thrid"]})
+
+
+def test_a_search_of_variants_that_are_not_measured_is_one_of_those_that_are(build):
+    search = {**SEARCH, "variants": ["other"]}
+    spec = build(variants={"engine": {}, "other": {}}, search=search).spec
+    assert spec.search.among(["engine", "other", f"other{PREDICTED}"]) == ["other", f"other{PREDICTED}"]
+    assert spec.without(["other"]).search.among(["engine"]) == ["engine"]
+    assert spec.served_by(Kind.served).search.among(["served"]) == ["served"]
 
 
 @pytest.mark.parametrize(

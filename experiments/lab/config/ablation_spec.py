@@ -67,6 +67,7 @@ class AblationSpec(ExperimentSpec):
         if unknown := [name for name, share in self.reach.items() if name not in self.metrics or not 0 < share < 1]:
             needed = f"a metric that is measured, with a share between 0 and 1. Measured: {', '.join(self.metrics)}"
             raise ConfigError(f"experiment.reach.{unknown[0]}={self.reach[unknown[0]]}: each is {needed}")
+        require_known("experiment.search.variants: there is no variant", self.search.variants, self.variants)
         super().__post_init__()
         if not self.profile and (profiled := [name for name in self.metrics if name in formulas.OF_PROFILES]):
             raise ConfigError(f"the metric {profiled[0]} is of profiled steps: name their points in experiment.profile")
@@ -79,7 +80,7 @@ class AblationSpec(ExperimentSpec):
         """With the other variants alone, and the claims that name none of those."""
         variants = {name: changes for name, changes in self.variants.items() if name not in dropped}
         claims = tuple(claim for claim in self.claims if claim.variant not in dropped and claim.to not in dropped)
-        return replace(self, variants=variants, claims=claims)
+        return replace(self, variants=variants, claims=claims, search=self._search_of(variants))
 
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
@@ -117,8 +118,12 @@ class AblationSpec(ExperimentSpec):
         )
         drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
         plots = tuple(plot for plot in drawn if plot.panels)
-        changed = replace(self, variants=variants, baseline=baseline, metrics=kept, claims=claims, plots=plots)
-        return replace(changed, timeline=None, profile=())
+        changed = replace(self, variants=variants, baseline=baseline, search=self._search_of(variants))
+        return replace(changed, metrics=kept, claims=claims, plots=plots, timeline=None, profile=())
+
+    def _search_of(self, variants: Collection[str]) -> RateSearch:
+        """Of those variants alone: all of them, where it names none."""
+        return replace(self.search, variants=tuple(name for name in self.search.variants if name in variants))
 
 
 def _named_kind(changes: dict[str, Any] | None) -> str:

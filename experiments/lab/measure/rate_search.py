@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.lab.config.points import Point
-from experiments.lab.config.spec import IN_TIME, RATE, Checked, FromZero, Natural, Positive, PositiveShare
+from experiments.lab.config.spec import (
+    IN_TIME,
+    PREDICTED,
+    RATE,
+    Checked,
+    Count,
+    FromZero,
+    Natural,
+    Positive,
+    PositiveShare,
+)
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS, SEARCH
 from experiments.lab.store.rows import NOT_SHOWN, Row
@@ -35,6 +45,10 @@ class RateSearch(Checked, section="experiment.search"):
     doublings: Natural = 0
     # Requests of each rate come for so long at least: as many more are made as that takes. 0: they are as they are.
     seconds: FromZero = 0.0
+    # The variants whose rates are searched; left out: all.
+    variants: tuple[str, ...] = ()
+    # Searches of each of them in each process; left out: as many as measure.repeats.
+    repeats: Count | None = None
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +94,10 @@ class RateSearch(Checked, section="experiment.search"):
         """Why a row has no value; the notes say on which side the knee lies, and so do the passes."""
         return f"{NOT_SHOWN}there is no knee from {self.rates[0]:g} to {self.rates[-1]:g} requests/s"
 
+    def among(self, variants: Sequence[str]) -> list[str]:
+        """Those of `variants` whose rates are searched, with what is predicted for them."""
+        return [name for name in variants if not self.variants or name.removesuffix(PREDICTED) in self.variants]
+
     def points(self, load: Workload) -> list[Point]:
         """One a rate; `load` is what comes at the first of them."""
         found = []
@@ -115,7 +133,7 @@ class Searches:
     visited: set[str] = field(default_factory=set)
 
     def round(self, repeat: int) -> None:
-        for variant in self.session.order(repeat):
+        for variant in self.settings.among(self.session.order(repeat)):
             self._search(variant, repeat)
 
     def _search(self, variant: str, repeat: int) -> None:

@@ -23,7 +23,7 @@ IN_FLIGHT = ("workload.concurrency", *COUNTS)
 SPEED, GOODPUT = "output_tokens_per_s", knees.GOODPUT
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 ENOUGH = 3  # points of a curve
-WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
+WIDTH, HEIGHT, LETTERS = 0.8 * frame.WIDTH, 4.2, 110  # of a title's line
 
 
 def pareto_of(result: Result) -> tuple[Result, str] | None:
@@ -62,10 +62,13 @@ def goodput(result: Result, knee: str) -> Figure:
 
 
 def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
-    """Of each variant what a search has found, else the last of the points' rates up to which the share was in time."""
+    """Of each variant what a search has found, else the last of the points' rates up to which the share was in time;
+    nothing of those that no rate was tried with."""
     told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
         found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
+        if found is None and not any(result.values(variant, point, GOODPUT) for point in points):
+            continue
         last = wording.interval(found) if found else ""
         for point, settings in {} if found else points.items():
             reached = result.estimate(variant, point, GOODPUT)
@@ -73,7 +76,8 @@ def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
                 break
             last = last if reached is None else wording.number(settings[RATE])
         told.append(f"{label}: {f'{last} requests/s' if last else 'no rate that was tried'}")
-    return f"{share:.0%} in time up to: {'; '.join(told)}"
+    line = f"{share:.0%} in time up to: {'; '.join(told)}"
+    return line if len(line) <= LETTERS else line.replace("; ", ";\n")
 
 
 def _over(key: str, result: Result, *metrics: str) -> Result | None:
