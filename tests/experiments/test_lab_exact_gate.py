@@ -27,7 +27,7 @@ from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.worker import model_runner
 from mini_infer.runtime.worker.request_states import RequestStates
 
-SCHEDULER = {"max_num_batched_tokens": 1024, "max_num_seqs": 8}
+SCHEDULER = {"max_num_batched_tokens": 1024, "max_num_seqs": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "swap, overlap, synthetic drafts": {
@@ -188,6 +188,19 @@ def _turned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestStates, "build", shifted)
 
 
+def _wrong_in_a_crowd(monkeypatch: pytest.MonkeyPatch, rows: int = 16) -> None:
+    """The last one of more than so many rows is one position too far."""
+    build = RequestStates.build
+
+    def shifted(self: RequestStates, plan: Any, *rest: Any, **more: Any) -> Any:
+        step = build(self, plan, *rest, **more)
+        if len(plan.counts) > rows:
+            step.batch.positions[-1] += 1
+        return step
+
+    monkeypatch.setattr(RequestStates, "build", shifted)
+
+
 def _drawn_by_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a request draws depends on how many came before it."""
     before = count()
@@ -214,7 +227,7 @@ def _blocks_come_back_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVManager, "swap_in", turned)
 
 
-SHORT = exact_gate.probes()[2:10]
+SHORT, CROWD = exact_gate.probes()[2:10], exact_gate.probes()[-exact_gate.CROWD :]
 FAULTS: dict[Any, str] = {  # and the variant that has it
     _orphaned: "as it is",
     _freed_early: "as it is",
@@ -222,6 +235,7 @@ FAULTS: dict[Any, str] = {  # and the variant that has it
     _turned: "as it is",
     _untruncated: "as it is",
     _beyond_top_k: "as it is",
+    _wrong_in_a_crowd: "as it is",
     _drawn_by_company: "as it is",
     _neighbours_logprobs: "as it is",
     _stale_token: "drafts",
@@ -236,7 +250,7 @@ def test_a_planted_fault_is_found(gate: ExactGate, monkeypatch: pytest.MonkeyPat
     """By some of the probes, and so by all."""
     fault(monkeypatch)
     if fault not in NEEDS_LONG:
-        monkeypatch.setattr(exact_gate, "probes", lambda whole: SHORT)
+        monkeypatch.setattr(exact_gate, "probes", lambda whole: CROWD if fault is _wrong_in_a_crowd else SHORT)
     try:
         found = gate.of_probes(variant, config(variant, gate.device))
     except AssertionError:
@@ -290,6 +304,23 @@ def test_a_planted_fault_is_found_by_own_requests(gate: ExactGate, monkeypatch: 
 
 
 @replaces_methods
+def test_as_many_own_requests_are_asked_at_once_as_a_point_has(
+    gate: ExactGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By copies, whose answers are known: rows that few requests never have."""
+    prompts = np.random.default_rng(1).integers(4, 1000, (200, 6)).tolist()
+    load = Inputs(tuple(Item(tuple(prompt), 4) for prompt in prompts), ())
+    base = config("as it is", gate.device)
+    scheduler = replace(base.scheduler, max_num_seqs=160)
+    asked = replace(base, model=replace(base.model, path="tiny-draft", max_model_len=320), scheduler=scheduler)
+    (found,) = gate.of_own("as it is", asked, {"a point": load})
+    assert found.passed, found.first_difference
+    assert found.total_tokens == 2 * 160 * 4
+    _wrong_in_a_crowd(monkeypatch, rows=150)
+    assert not gate.of_own("as it is", asked, {"a point": load})[0].passed
+
+
+@replaces_methods
 def test_one_engine_answers_all_points_and_forgets_each(gate: ExactGate, monkeypatch: pytest.MonkeyPatch) -> None:
     made, forgot = [], []
     start, reset = LLMEngine.__init__, EngineCore.reset
@@ -307,10 +338,10 @@ def test_what_its_engines_are_made_of() -> None:
     assert given.numerics is Numerics.batch_invariant
     assert (given.attention.prefill, given.attention.decode) == (AttentionChoice.auto, AttentionChoice.auto)
     assert given.model.kernels is KernelChoice.auto
-    many, few = (replace(asked, scheduler=replace(asked.scheduler, max_num_seqs=n)) for n in (256, 4))
+    many, few = (replace(asked, scheduler=replace(asked.scheduler, max_num_seqs=n)) for n in (1024, 4))
     of_random_weights = [replace(each, model=replace(each.model, path="tiny-draft")) for each in (many, few)]
     found = [exact_gate._shrunk(each).scheduler.max_num_seqs for each in of_random_weights]
-    assert found == [exact_gate.MOST_REQUESTS, 4]
+    assert found == [exact_gate.MOST_ROWS, 4]
     deep = {"hf_config": {"num_hidden_layers": 24, "layer_types": ["full_attention"] * 24}, "load_format": "dummy"}
     drafts = EngineConfig.from_dict(
         {"model": {"path": "tiny-draft"}, "speculation": {"method": "draft", "draft": deep}}

@@ -24,7 +24,9 @@ from mini_infer.core.speculation_config import DraftConfig, SpeculationMethod
 from mini_infer.modeling.loader import load_spec
 from mini_infer.modeling.spec import MLASpec, MoESpec
 
-MOST_REQUESTS = 24  # of a point's own
+MOST_REQUESTS = 24  # of a point's own that differ
+MOST_ROWS = 256  # of a step: so many are asked at once, by copies, where the point has as many
+CROWD = 32  # short probes, which decode side by side
 MOST_TOKENS = 32  # of an answer
 SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
@@ -64,7 +66,9 @@ class ExactGate:
         for point, load in loads.items():
             items = load.measured[:: max(1, -(-len(load.measured) // MOST_REQUESTS))]
             questions = _questions([list(item.prompt) for item in items], [item.output_tokens for item in items])
-            asked[point] = load.prime, questions
+            # Copies cost nothing more to ask alone, and are rows of their own in company.
+            rows = min(config.scheduler.max_num_seqs, len(load.measured), MOST_ROWS)
+            asked[point] = load.prime, list(islice(cycle(questions), max(rows, len(questions))))
         return self._gates(variant, _shrunk(config), asked, f"{logit_gate.LAYERS} layers, random weights")
 
     def of_prompts(self, variant: str, config: EngineConfig, prompts: Sequence[list[int]], length: int) -> Gate:
@@ -171,7 +175,9 @@ def probes(whole: bool = False) -> list[Question]:
     prompts += [one + middle + draw(5), other + middle + draw(5), middle + draw(9)]  # equal blocks, other beginnings
     prompts += [one + middle, one + middle + draw(1), one, one + draw(15), one * 3]
     prompts += [draw(end) for end in ends[2:]]
-    return _questions(prompts, [18 + 4 * (index % 4) for index in range(len(prompts))])
+    short = _questions([draw(length) for length in range(4, 12)], [12] * 8)
+    crowd = list(islice(cycle(short), CROWD))
+    return [*_questions(prompts, [18 + 4 * (index % 4) for index in range(len(prompts))]), *crowd]
 
 
 def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:
@@ -183,12 +189,12 @@ def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Que
 
 def _shrunk(config: EngineConfig) -> EngineConfig:
     """Few layers of the shape, and of a draft's, and memory for KV that shrinks with them, so that it is as short as it
-    was; places for as many requests as are asked, since of larger batches no graph need be captured."""
+    was; places for as many requests as are asked at once, since of larger batches no graph need be captured."""
     cache, scheduler = config.cache, config.scheduler
     if cache.num_blocks is None:
         share = logit_gate.LAYERS / int(logit_gate.shape_of(config.model)["num_hidden_layers"])
         cache = replace(cache, memory_gib=(cache.memory_gib or 16) * share)
-    scheduler = replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, MOST_REQUESTS))
+    scheduler = replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, MOST_ROWS))
     return _around(config, logit_gate.few_layers(config.model), logit_gate.few_layers, cache=cache, scheduler=scheduler)
 
 
@@ -206,7 +212,7 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     # Without files: those of earlier gates would answer.
     cache = replace(logit_gate.bare(cache, blocks), host_prefix_gib=tier, watermark=0.0)
     most = CHUNK if scheduler.chunked_prefill else 640
-    scheduler = replace(scheduler, max_num_seqs=8, max_num_batched_tokens=most)
+    scheduler = replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, CROWD), max_num_batched_tokens=most)
     return _around(config, model, lambda _: DraftConfig(path=DRAFT), cache=cache, scheduler=scheduler)
 
 
