@@ -183,9 +183,12 @@ def test_goodput_at_a_stated_rate_is_what_is_kept_of_it():
     rows = [Row("new", "fast", repeat, "goodput_rps", 30.0, "requests/s") for repeat in (0, 2)]
     lost = Row("old", "fast", 0, "goodput_rps", 0.0, "requests/s", valid=False, reason="a request failed")
     points = {"fast": {"workload.rate_per_s": 60.0}, "8 clients": {"workload.concurrency": 8}}
-    found = knees.with_goodput([*shares, *rows, slow, lost], points)
+    found = knees.with_goodput([*shares, *rows, slow, lost], points, {})
     good = {(row.variant, row.point, row.repeat): row.value for row in found if row.metric == "goodput_rps"}
     fast = {("new", "fast", 0): 60.0, ("new", "fast", 2): 30.0}  # of repeat 1 it was not told
     assert good == {**fast, ("new", "8 clients", 0): 7.0, ("old", "fast", 0): 0.0}
-    assert knees.with_goodput(shares, points) == shares, "where nobody asks for it"
+    assert knees.with_goodput(shares, points, {}) == shares, "where nobody asks for it"
+    short = [Row("new", "fast", n, "goodput_rps", 0.0, "", valid=False, reason="not shown: a burst") for n in range(2)]
+    told = [(row.value, row.valid) for row in knees.with_goodput([*shares, *short], points, {})[2:]]
+    assert told == [(0.0, False), (30.0, True)], "where half are late a queue has formed, where all are in time perhaps"
     assert knees.offered({"mix": "long prompts", "rate_per_s": 6.0}) == 6.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.lab.config.spec import IN_TIME, RATE
 from experiments.lab.judge.stats import Kept
-from experiments.lab.store.rows import Row, Turn
+from experiments.lab.store.rows import NOT_SHOWN, Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
@@ -30,17 +30,22 @@ def offered(settings: Mapping[str, Any]) -> float | None:
     return next((value for key, value in settings.items() if key in (RATE, RATE.rpartition(".")[2])), None)
 
 
-def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:
     """The rows, with goodput at a stated rate of arrivals as the share in time times that rate. Over the time of the
     whole pass, which a row may be, it loses by the answers that are still under way when the last request arrives. What
-    a pass does not tell, since nobody could keep that rate up, is not told here either."""
+    a pass was too short to tell is told here where so many were late that a queue has formed, and not where all were in
+    time: nobody knows whether that rate could be kept up."""
     rates = {name: rate for name, settings in points.items() if (rate := offered(settings)) is not None}
     place = lambda row: (row.variant, row.point, row.process, row.repeat)  # noqa: E731
-    share = {place(row): row.value for row in rows if row.metric == KEPT and row.valid and row.point in rates}
+    kept = {place(row): row.value for row in rows if row.metric == KEPT and row.valid and row.point in rates}
+    least = share(config)
+
+    def told(row: Row) -> bool:
+        late = row.reason.startswith(NOT_SHOWN) and kept.get(place(row), least) < least
+        return row.metric == GOODPUT and place(row) in kept and (row.valid or late)
+
     return [
-        replace(row, value=share[place(row)] * rates[row.point])
-        if row.metric == GOODPUT and row.valid and place(row) in share
-        else row
+        replace(row, value=kept[place(row)] * rates[row.point], valid=True, reason="") if told(row) else row
         for row in rows
     ]
 

@@ -15,7 +15,7 @@ from experiments.lab.show import wording
 from experiments.lab.show.grids import SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store import runs
 from experiments.lab.store.provenance import git
-from experiments.lab.store.result import COMPLETE, TABLES, RunInfo, StoreError, read
+from experiments.lab.store.result import COMPLETE, INCOMPLETE, TABLES, RunInfo, StoreError, read
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 OTHER_MACHINE = "Measured on DIFFERENT MACHINES: faster and slower below are the machines' as much as the code's."
@@ -55,7 +55,11 @@ def since(results: Path, revision: str) -> str:
     found = git(results, "diff", "--name-only", "--relative", "-M", revision, "--", "*.csv")
     if found is None:
         raise StoreError(f"git knows no revision {revision!r}")
-    names = [name for name in found.splitlines() if not name.endswith(tuple(TABLES.keys() - {".csv"}))]
+    beside = (
+        *(TABLES.keys() - {".csv"}),
+        f"{INCOMPLETE}.csv",
+    )  # tables of one run, and runs that stand beside whole ones
+    names = [name for name in found.splitlines() if not name.endswith(beside)]
     told = {name: _since(results / name, revision) for name in (name.removesuffix(".csv") for name in names)}
     lines = [f"{name}: {text}" for name, text in told.items() if text]
     if not lines:
@@ -72,8 +76,8 @@ def _since(run: Path, revision: str) -> str:
     try:
         with TemporaryDirectory() as folder:
             a, b = read(runs.published(path, revision, Path(folder))), read(path)
-        machines = ", on DIFFERENT MACHINES" if wording.device(a.info) != wording.device(b.info) else ""
-        return "" if a.rows == b.rows else _counted(_grids(Sheet(a), Sheet(b))) + machines
+        machines = "on DIFFERENT MACHINES, " if wording.device(a.info) != wording.device(b.info) else ""
+        return "" if a.rows == b.rows else machines + _counted(_grids(Sheet(a), Sheet(b)))
     except StoreError as error:
         return str(error)
 

@@ -144,7 +144,9 @@ def _power(result: Result) -> list[str]:
 def _beside_others(result: Result) -> list[str]:
     """The first claim's figure, and at the same point those of variants with namesakes among the peers', beside theirs;
     the original project's; and what is to be reached."""
-    info, told, peers = result.info, ": none ran beside it", effects.peers(result.info)
+    info, peers = result.info, effects.peers(result.info)
+    ran = [_named(info, p) for p in peers if any(row.variant == p and row.valid for row in result.rows)]
+    told = f": {', '.join(ran)} ran beside it, and no claim's figure compares them" if ran else ": none ran beside it"
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
         compared: dict[str, list[tuple[float, str]]] = {}

@@ -168,7 +168,8 @@ class Result:
     def table(self) -> Table:
         """With searches as their passes have bracketed the knee, those outside of the range among them, and goodput as
         what is kept of the rate of arrivals."""
-        rows = knees.with_goodput(knees.bracketed(self.rows, self.info.points, self.info.config), self.info.points)
+        points, config = self.info.points, self.info.config
+        rows = knees.with_goodput(knees.bracketed(self.rows, points, config), points, config)
         return Table(rows, self.info.is_simulated)
 
     def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:

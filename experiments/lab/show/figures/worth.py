@@ -28,14 +28,14 @@ COLOURS = {1: BETTER, -1: WORSE, 0: UNTOLD}  # by what is told
 SAYS = {BETTER: "better (the whole 95 % interval)", WORSE: "worse (the whole interval)", UNTOLD: "neither is shown"}
 REACHED = {Verdict.supported: "met", Verdict.refuted: "missed", Verdict.inconclusive: "not shown"}
 TICKS = {"target": "#202020", "aim": "#CC79A7"}
+BY_MEDIAN = "by the median of what it is compared with"
 
 
 def forest(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     info, found = result.info, [(effect, effect.gain) for effect in effects.shown(result, ROWS) if effect.gain]
     figure, ax = frame.one(1.15 + 0.48 * len(found))
-    # That an interval of ratios reaches the bound of a claim on the value itself says nothing of that claim.
-    ticks = [(None, None) if effect.is_absolute and effect.base else effect.ticks for effect, _ in found]
+    ticks = [effect.ticks for effect, _ in found]
     marks = [1.0, *(gain.median for _, gain in found), *(place for own in ticks for place in own if place)]
     least, most = min(marks) / FAR, max(marks) * FAR
     many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
@@ -57,9 +57,12 @@ def forest(result: Result) -> Figure:
         (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8, label=SAYS[colour])
         name, figures = ", ".join(parts[row]), answer.figures(effect, info)
         frame.says(dot, [f"{name}: {wording.interval(gain, 'x')} better; {figures}"])
+        # Where the claim is on the value itself a tick is thin: that an interval of ratios reaches it proves nothing.
+        of_value = effect.is_absolute and effect.base is not None
         for tick, (label, shade) in zip(ticks[row], TICKS.items(), strict=True):
             if tick is not None:
-                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=2.2, label=label)
+                width, name = (1.0, f"{label}, {BY_MEDIAN}") if of_value else (2.2, label)
+                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=width, label=name)
         text = f"{wording.number(gain.median)}x   {figures}{_asked(effect, info)}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
