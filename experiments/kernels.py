@@ -134,7 +134,8 @@ class KernelSweep(Experiment):
             where = "" if missing == everywhere else f" at {'; '.join(missing)}"
             notes.append(f"{self.variants[variant]} is absent{where}: {why}.")
         if error is None and not any(row.valid for row in self._rows):
-            raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
+            wrong = [row.reason for row in self._rows if not row.reason.startswith(ABSENT)]
+            raise MiniInferError(f"nothing was measured. {'; '.join([*notes, *wrong[:1]])}")
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in self._called]
         if limits is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {problem}.")
@@ -172,10 +173,11 @@ class KernelSweep(Experiment):
         for repeat in range(self.settings.repeats):
             for variant in stats.abba(list(at.timers), repeat):
                 with at.costing_only(variant):
-                    work, time_us = case.work(self.of_arm(variant)), at.timers[variant].sample_us()
-                    values = _values(time_us, work, self.spec.dtype, limits)
+                    work, timed = case.work(self.of_arm(variant)), at.timers[variant].sample()
+                    values = _values(timed.us, work, self.spec.dtype, limits)
                     asked = {name: values.get(name) for name in self.metrics}
-                    at.rows[variant] += self.rows(variant, point, repeat, asked, _problem(values))
+                    problem = timed.problem or _problem(values)
+                    at.rows[variant] += self.rows(variant, point, repeat, asked, problem)
             self._watch.look()
         for variant, why in at.failed.items():
             at.rows[variant] = self.rows(variant, point, 0, dict.fromkeys(self.metrics, 0.0), f"{ABSENT}{why}")

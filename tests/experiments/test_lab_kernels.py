@@ -21,7 +21,7 @@ from experiments.kernels import CASES, KernelSweep
 from experiments.lab.execute import execute
 from experiments.lab.kernels import case as kernel_timer
 from experiments.lab.kernels import fused as kernel_fused
-from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error, worst
+from experiments.lab.kernels.case import Implementation, Timed, VariantAbsent, Work, row_error, worst
 from experiments.lab.measure import clocks
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
@@ -216,7 +216,7 @@ def test_inputs_are_used_up_in_turns(monkeypatch):
     timer = kernel_timer.prepare(Implementation(used.append), 3, CPU)
     assert not timer.captured
     used.clear()
-    assert timer.sample_us() > 0
+    assert timer.sample().us > 0
     assert used == [0, 1, 2] * kernel_timer.SAMPLES
 
 
@@ -400,6 +400,7 @@ class Clock:
         monkeypatch.setattr(kernel_fused._Fused, "implementation", implementation)
         clock = partial(timeit.timeit, timer=lambda: self.now)
         monkeypatch.setattr(kernel_timer, "timeit", SimpleNamespace(timeit=clock))
+        monkeypatch.setattr(kernel_timer, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 EAGER_TWICE = ("eager", "eager again")
@@ -444,13 +445,13 @@ def test_who_fails_leaves_its_turns_to_the_others_and_the_gpu_is_looked_at_once_
     def prepare(implementation, copies, device):
         name = next(names)
 
-        def sample_us():
+        def sample():
             turns.append(name)
             if turns.count("torch") == 2 and name == "torch":
                 raise RuntimeError("planted")
-            return 1.0
+            return Timed(1.0, 1.0, 1)
 
-        return kernel_timer.Timer(sample_us, False, implementation)
+        return kernel_timer.Timer(sample, False, implementation)
 
     monkeypatch.setattr(kernels, "prepare", prepare)
     monkeypatch.setattr(clocks.Watch, "look", lambda self: turns.append("look"))
@@ -462,15 +463,31 @@ def test_who_fails_leaves_its_turns_to_the_others_and_the_gpu_is_looked_at_once_
 
 def test_what_is_faster_than_the_hardware_does_not_count(build, monkeypatch):
     """As of a timer that stops too early, or inputs that have stayed in a cache."""
-    times = itertools.cycle([0.001, 10.0])  # of torch, and of eager, at each point
+    times = itertools.cycle([Timed(us, us, 1) for us in (0.001, 10.0)])  # of torch, and of eager, at each point
     monkeypatch.setattr(kernels.ceilings, "find", lambda *_: (LIMITS, ""))
     monkeypatch.setattr(
-        kernels, "prepare", lambda made, *_: kernel_timer.Timer(partial(float, next(times)), False, made)
+        kernels, "prepare", lambda made, *_: kernel_timer.Timer(partial(Timed, *next(times)), False, made)
     )
     found = measure(build(**{**TWO_CASES, "metrics": ["time_us", "mbu"]}))
     assert {(row.variant, row.valid) for row in found.rows} == {("torch", False), ("eager", True)}
     reasons = {row.reason for row in found.rows if not row.valid}
     assert all(reason.startswith("faster than the hardware allows: ") for reason in reasons)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.7])
+def test_a_timer_that_tells_another_time_than_the_hosts_clock_does_not_count(build, monkeypatch, factor):
+    real = kernel_timer.seconds_of
+    monkeypatch.setattr(kernel_timer, "seconds_of", lambda *asked: factor * real(*asked))
+    monkeypatch.setattr(kernel_timer, "OUTSIDE_US", 0.0)  # bursts are short here
+    monkeypatch.setattr(kernel_timer, "PASS_US", 5_000.0)
+    with pytest.raises(MiniInferError, match="calls are said to take .* ms, and by the host's clock they took .* ms"):
+        measure(build(**TWO_CASES))
+
+
+def test_what_the_host_adds_to_begin_and_end_is_no_fault():
+    assert not Timed(10.0, 11.4, 100).problem  # a millisecond, and 140 us
+    assert Timed(10.0, 14.0, 100).problem == "100 calls are said to take 1 ms, and by the host's clock they took 1.4 ms"
+    assert Timed(10.0, 6.0, 100).problem
 
 
 def test_what_the_gpu_said_of_itself_is_kept_and_told(build, monkeypatch, tmp_path):

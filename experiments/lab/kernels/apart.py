@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.lab.kernels.case import Case, Timer, VariantAbsent, copies_needed, prepare, worst
+from experiments.lab.kernels.case import Case, Timed, Timer, VariantAbsent, copies_needed, prepare, worst
 from experiments.lab.measure.kinds import PeerAbsent, ProcessSettings
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.vllm import import_vllm
@@ -35,14 +35,14 @@ class KernelPeer:
         first = implementation.run(0)
         error = case.error(first)
         self._timer = prepare(implementation, copies, case.device)
-        self._timer.sample_us()
+        self._timer.sample()
         first.zero_()  # a plan that is used up computes nothing from the second call on
         return self._timer.captured, worst((error, case.error(implementation.run(0))))
 
     @torch.inference_mode()
-    def sample_us(self) -> float:
+    def sample(self) -> Timed:
         assert self._timer is not None
-        return self._timer.sample_us()
+        return self._timer.sample()
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> KernelPeer:
@@ -74,7 +74,7 @@ class Apart:
             raise VariantAbsent("its process has failed, and is not asked again")
         make = partial(type(case), case.shape, case.dtype, case.device)
         captured, error = self._process.call("prepare a kernel", "prepare", make=make, variant=variant, seed=seed)
-        return Timer(partial(self._process.call, "time a kernel", "sample_us"), captured), error
+        return Timer(partial(self._process.call, "time a kernel", "sample"), captured), error
 
     def close(self) -> None:
         if self._process is not None:

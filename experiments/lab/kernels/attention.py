@@ -134,7 +134,7 @@ class _Attention(Case, heads=None, batch=None, length=None, head_dim=128, block_
             )
 
         candidates = [with_splits(splits) for splits in FA3_SPLITS]
-        return min(candidates, key=lambda candidate: prepare(candidate, len(self.sets), self.device).sample_us())
+        return min(candidates, key=lambda candidate: prepare(candidate, len(self.sets), self.device).sample().us)
 
     def checked(self, output: Any) -> Iterable[tuple[Tensor, Tensor]]:
         """Of some queries softmax(q k^T) v over the keys that each sees, in fp32."""

@@ -8,11 +8,12 @@ events; what cannot be captured is called between them. On a CPU there is the cl
 from __future__ import annotations
 
 import math
+import time
 import timeit
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -138,11 +139,30 @@ ROTATED = 2  # times the last cache is what all inputs together are larger than
 CPU_CACHE = 64 * 2**20
 MAX_COPIES = 512
 MAX_CALLS = 2048  # of one graph
+OUTSIDE_SHARE, OUTSIDE_US = 0.2, 150.0  # of the calls between two events, and more: what the host adds to begin and end
+CLOCKS = 0.02  # of it: the GPU's clock and the host's
+
+
+class Timed(NamedTuple):
+    """Medians over bursts of calls."""
+
+    us: float  # a call, as told by who times
+    outside_us: float  # likewise by the host's clock around it, a second witness
+    calls: int  # of a burst
+
+    @property
+    def problem(self) -> str:
+        """Why the time does not count; empty where it does."""
+        most = (1 + OUTSIDE_SHARE) * self.us + OUTSIDE_US / self.calls
+        if (1 - CLOCKS) * self.us <= self.outside_us <= most:
+            return ""
+        burst, outside = (1e-3 * self.calls * us for us in (self.us, self.outside_us))
+        return f"{self.calls} calls are said to take {burst:.3g} ms, and by the host's clock they took {outside:.3g} ms"
 
 
 @dataclass(frozen=True)
 class Timer:
-    sample_us: Callable[[], float]  # the median time of a call
+    sample: Callable[[], Timed]
     captured: bool  # the calls are a CUDA graph
     implementation: Implementation | None = None  # a graph reads memory that it owns
 
@@ -177,10 +197,16 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
         graph.replay()
         again = graph.replay
 
-    def sample_us() -> float:
-        return 1e6 * stats.median([seconds_of(again, 1, on_gpu) for _ in range(SAMPLES)]) / calls
+    def sample() -> Timed:
+        told, outside = list[float](), list[float]()
+        for _ in range(SAMPLES):
+            start = time.perf_counter()
+            told.append(seconds_of(again, 1, on_gpu))
+            outside.append(time.perf_counter() - start)
+        us, outside_us = (1e6 * stats.median(own) / calls for own in (told, outside))
+        return Timed(us, outside_us, calls)
 
-    return Timer(sample_us, captured, implementation)
+    return Timer(sample, captured, implementation)
 
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:
