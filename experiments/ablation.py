@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from experiments.lab.config import ablation_spec, axes, points, schema
@@ -35,6 +36,7 @@ from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.base import Vocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.limits import require_whole_prompts
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device
 from mini_infer.modeling.model_files import local_folder
 from mini_infer.modeling.sharding import require_ranks
@@ -336,7 +338,7 @@ def _not_simulated(made: Sequence[Cell], baseline: str | None) -> dict[str, str]
 
 def _require_models(made: Sequence[Cell]) -> None:
     """Raises ConfigError or ModelError where an engine by itself is to be several, its model is not one for its
-    settings, or its ranks cannot share it, as far as it is known without the hub."""
+    settings, these contradict each other, or its ranks cannot share it, as far as it is known without the hub."""
     checked = list[EngineConfig]()
     for engine, kind in ((cell.engine, cell.kind) for cell in made if cell.kind.can.ours):
         if kind is Kind.engine:
@@ -346,6 +348,12 @@ def _require_models(made: Sequence[Cell]) -> None:
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
             spec = as_served(load_spec(model), engine)
+            # Of the widest numbers, and beside those of a draft model none are known to fit.
+            of_block = spec.kv_layout(torch.float32).bytes_per_block(engine.cache.block_size)
+            blocks = (
+                0 if engine.speculation.has_draft_model else int((engine.cache.memory_gib or 0) * 2**30) // of_block
+            )
+            require_whole_prompts(engine, spec.max_model_len, blocks * engine.cache.block_size)
             if engine.parallel.has_ranks:
                 require_ranks(spec, engine.parallel)
 

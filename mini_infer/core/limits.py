@@ -30,6 +30,30 @@ def require_length(asked: int, model_limit: int) -> None:
         )
 
 
+def require_whole_prompts(config: EngineConfig, model_limit: int, pool_tokens: int) -> None:
+    """Before anything is loaded. Raises ConfigError where steps are too small for whole prompts.
+
+    Args:
+        model_limit: tokens that the model's positions reach.
+        pool_tokens: so many the KV pool holds at least, where cache.num_blocks is not given.
+    """
+    cache, asked = config.cache, config.model.max_model_len
+    holds = cache.num_blocks * cache.block_size if cache.num_blocks else pool_tokens
+    length = asked or min(model_limit, holds)
+    reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
+    _require_whole_prompts(config, length, reason if length in (asked, model_limit) else "what the KV pool holds")
+
+
+def _require_whole_prompts(config: EngineConfig, length: int, reason: str) -> None:
+    scheduler = config.scheduler
+    if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
+        raise ConfigError(
+            f"scheduler.chunked_prefill=false computes a prompt in one step, but "
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than the longest prompt "
+            f"({length} tokens, {reason}): raise it to {length}, or lower model.max_model_len"
+        )
+
+
 def settle_limits(
     config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int, host_gib: float | None = None
 ) -> Limits:
@@ -59,12 +83,7 @@ def settle_limits(
                 f"{pool}, too few for one request of {length} tokens: {way_out}, or lower model.max_model_len"
             )
         length, reason = capacity, f"{pool}: {way_out}"
-    if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
-        raise ConfigError(
-            f"scheduler.chunked_prefill=false computes a prompt in one step, but "
-            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than the longest prompt "
-            f"({length} tokens, {reason}): raise it to {length}, or lower model.max_model_len"
-        )
+    _require_whole_prompts(config, length, reason)
     drafts = config.speculation.most
     if drafts > length - 2:  # a prompt of one token, and the one behind the draft
         raise ConfigError(

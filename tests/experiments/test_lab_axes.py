@@ -308,6 +308,7 @@ def test_show_promises_no_machines_time_to_another(run_py, capsys):
             "replicas are engines behind mini-infer-serve, and this is one engine",
         ),
         ("quickstart engine/routing=uniform", "model.routing=uniform: Qwen2ForCausalLM has no experts"),
+        ("measure engine/prefill=whole", "max_num_batched_tokens=512 is less than the longest prompt (2048 tokens"),
         ("measure model=tiny-moe engine.parallel.expert=3", "These numbers of ranks work: 1, 2, 4, 8, 16"),
     ],
 )

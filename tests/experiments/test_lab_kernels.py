@@ -480,7 +480,7 @@ def test_a_timer_that_tells_another_time_than_the_hosts_clock_does_not_count(bui
     monkeypatch.setattr(kernel_timer, "seconds_of", lambda *asked: factor * real(*asked))
     monkeypatch.setattr(kernel_timer, "OUTSIDE_US", 0.0)  # bursts are short here
     monkeypatch.setattr(kernel_timer, "PASS_US", 5_000.0)
-    with pytest.raises(MiniInferError, match="calls are said to take .* ms, and by the host's clock they took .* ms"):
+    with pytest.raises(MiniInferError, match=r"calls are said to take .* ms, and by the host's clock they took .* ms"):
         measure(build(**TWO_CASES))
 
 
