@@ -409,10 +409,10 @@ def test_a_page_about_predictions_begins_with_their_errors():
     page = pages.report_page([given], [], lambda info: 0)
     assert page.index(grid.title) < page.index("<details>")
     assert sentence(given).startswith(
-        "Predictions are off by, in the median: tokens/s 11.5% (worst -20.0%: on, concurrency=1); median TTFT 11.5%"
+        "Predictions are off by, in the median: tokens/s 11.5% (worst -20.0%); median TTFT 11.5%"
     )
     cell = pages._cell(given, lambda info: 0)
-    assert cell.startswith("[Predictions are off by, in the median: tokens/s 11.5% (worst -20.0%: on, concurrency=1)](")
+    assert cell.startswith("[Predictions are off by, in the median: tokens/s 11.5% (worst -20.0%)](")
     (effect,) = effects.of_claims(given)
     assert effect.target is None, "between two bounds neither is to be reached"
 

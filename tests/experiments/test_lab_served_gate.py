@@ -43,11 +43,12 @@ def test_a_server_answers_as_its_engine_does_alone(gate: ExactGate, ask: Ask) ->
         yield ask
 
     found = gate.of_served("served", CONFIG, serve)
-    assert (found.variant, found.passed, found.equal_tokens) == ("served", True, 2 * 288)
+    assert (found.variant, found.passed, found.equal_tokens) == ("served", True, 2 * (288 + 12 * exact_gate.CROWD))
     assert "over HTTP" in found.against
     (config,) = given
     assert config.parallel == CONFIG.parallel, "what is between clients and engines is gated with them"
-    assert config.scheduler.max_num_seqs == 8, "with little memory"
+    assert config.scheduler.max_num_seqs == exact_gate.CROWD
+    assert config.cache.num_blocks == 48, "with little memory"
 
 
 def test_a_question_without_an_answer_is_an_error_with_the_servers_words(ask: Ask) -> None:

@@ -15,7 +15,8 @@ from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
-PARTS, MOST = 2, 3  # of a sentence: two that matter; with what was lost, missed or guarded
+PARTS, MOST = 2, 3  # of a sentence: two that matter; with what was lost, missed or guarded,
+LONG = 200  # while it has no more letters than these
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
@@ -51,6 +52,8 @@ def sentence(result: Result) -> str:
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     parts = told_once(found, info)
+    if len("; ".join(parts)) > LONG:  # what was lost or missed matters most beside the first
+        parts = told_once([first, *(lost or worst or found[1:])][:PARTS], info)
     if FOUND in info.metrics and not any(effect.metric == FOUND for effect in claimed):
         knees = (result.estimate(first.cell[0], at, FOUND) for at in info.points)
         parts += [f"{wording.short(FOUND, info)} {wording.interval(knee)}" for knee in knees if knee][:1]

@@ -267,13 +267,11 @@ def gains_predicted(result: Result) -> list[Grid]:
 
 def misses_in_words(result: Result) -> str:
     """Of a run that asks how good predictions are: their errors, metric by metric. Empty of any other."""
-    told, found, predictions = [], _asked_for(result), predictions_of(result.info)
+    told, found = [], _asked_for(result)
     for name, short in REPORTED.items():
         own = [miss for miss in found if miss.metric == name]
         if own:
-            worst, median = max(own, key=abs), stats.median(map(abs, own))
-            at = ", ".join(filter(None, (result.info.variants[predictions[worst.variant]], worst.point)))
-            told.append(f"{short} {median:.1%} (worst {worst.by}: {at})")
+            told.append(f"{short} {stats.median(map(abs, own)):.1%} (worst {max(own, key=abs).by})")
     return f"Predictions are off by, in the median: {'; '.join(told)}." if told else ""
 
 
