@@ -64,9 +64,9 @@ def compare(chosen: Namespace, root: Path) -> None:
 
 def stale(chosen: Namespace, root: Path) -> None:
     from experiments.lab.store import runs
-    from experiments.lab.store.result import read_all
+    from experiments.lab.store.result import read_all, without_beside
 
-    print(runs.table(read_all(chosen.results), root))
+    print(runs.table(without_beside(read_all(chosen.results)), root))
 
 
 def list_experiments(chosen: Namespace, root: Path) -> None:

@@ -622,6 +622,8 @@ def test_a_page_shows_a_complete_run_or_an_incomplete_one_never_both(tmp_path):
     assert "INCOMPLETE" in report.rebuild(tmp_path / "results", tmp_path / "reports")[0].read_text()
     store.write_run(tmp_path / "results", result(**PLAIN))
     assert store.write_run(tmp_path / "results", stopped).name == "default-incomplete.json"
+    whole, _ = found = store.read_all(tmp_path / "results")
+    assert store.without_beside(found) == [whole]
     page, index = report.rebuild(tmp_path / "results", tmp_path / "reports")
     for text in (page.read_text(), index.read_text()):
         assert "incomplete" not in text.lower()

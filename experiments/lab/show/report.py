@@ -33,9 +33,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found = store.read_all(results, damaged)
     if not found and not damaged:
         raise store.StoreError(f"{results} holds no results yet: run an experiment first")
-    # An incomplete run beside a complete one is not shown: the page is of the other.
-    beside = {store.run_path(r.info).with_name(r.info.run + store.INCOMPLETE) for r in found}
-    found = [in_todays_words(r) for r in found if store.run_path(r.info) not in beside]
+    found = [in_todays_words(r) for r in store.without_beside(found)]
     page_of = lambda result: store.page_name(result.info)  # noqa: E731
     found = sweeps.with_beside([r for _, group in groupby(found, key=page_of) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): max(map(since, r.runs or (r.info,)), key=lambda age: age or 0) for r in found}

@@ -351,6 +351,12 @@ def read_all(root: Path, damaged: dict[Path, StoreError] | None = None) -> list[
     return sorted(found, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
 
 
+def without_beside(found: list[Result]) -> list[Result]:
+    """All but incomplete runs that stand beside a complete one: what is shown is of the other."""
+    beside = {run_path(r.info).with_name(r.info.run + INCOMPLETE) for r in found}
+    return [r for r in found if run_path(r.info) not in beside]
+
+
 def plain(value: Any) -> Any:
     """As JSON and YAML have it; numbers are rounded, and those that JSON does not have are text."""
 
