@@ -500,7 +500,7 @@ def _build(cls: type, values: Any, path: str) -> Any:
         name = f"{path}.{key}" if path else str(key)
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"unknown setting {name!r}{hint} Known here: {', '.join(known)}")
         hint_type = hints[key]
         nested = isinstance(hint_type, type) and is_dataclass(hint_type)
