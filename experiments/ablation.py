@@ -40,6 +40,7 @@ from mini_infer.core.limits import require_whole_prompts
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device
 from mini_infer.modeling.model_files import local_folder
 from mini_infer.modeling.sharding import require_ranks
+from mini_infer.modeling.spec import ModelSpec
 from mini_infer.simulation.costs import require_simulated
 
 KEPT = (
@@ -154,7 +155,8 @@ class Ablation(Experiment):
         searched = repeats[: spec.search.repeats] if spec.search.rates else ()
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
-        searches = len(searched) * spec.search.steps * len(spec.search.among(self._alone))
+        searching = [name for name in spec.search.among(self._alone) if name not in self._left_out]
+        searches = len(searched) * spec.search.steps * len(searching)
         there = [self._cells[variant, self._timeline] for variant in self._alone if self._timeline is not None]
         mapped = [cell for cell in there if cell.kind.can.mapped][:2] if spec.block_map else []
         steps.plan(len(repeats) * passes + searches + len(profiled) * len(self._alone) + len(mapped))
@@ -348,14 +350,16 @@ def _require_models(made: Sequence[Cell]) -> None:
         if here and model.load_format is not LoadFormat.dry and engine not in checked:
             checked.append(engine)
             spec = as_served(load_spec(model), engine)
-            # Of the widest numbers, and beside those of a draft model none are known to fit.
-            of_block = spec.kv_layout(torch.float32).bytes_per_block(engine.cache.block_size)
-            blocks = (
-                0 if engine.speculation.has_draft_model else int((engine.cache.memory_gib or 0) * 2**30) // of_block
-            )
-            require_whole_prompts(engine, spec.max_model_len, blocks * engine.cache.block_size)
+            require_whole_prompts(engine, spec.max_model_len, _pool_tokens(engine, spec))
             if engine.parallel.has_ranks:
                 require_ranks(spec, engine.parallel)
+
+
+def _pool_tokens(engine: EngineConfig, spec: ModelSpec) -> int:
+    """So many the KV pool holds at least, of numbers of 32 bits; 0 where that is not known, as beside a draft's."""
+    if engine.cache.memory_gib is None or engine.speculation.has_draft_model:
+        return 0
+    return int(engine.cache.memory_gib * 2**30) // spec.kv_layout(torch.float32).bytes_per_token
 
 
 def _can_profile(device: str) -> bool:

@@ -37,11 +37,22 @@ def require_whole_prompts(config: EngineConfig, model_limit: int, pool_tokens: i
         model_limit: tokens that the model's positions reach.
         pool_tokens: so many the KV pool holds at least, where cache.num_blocks is not given.
     """
-    cache, asked = config.cache, config.model.max_model_len
-    holds = cache.num_blocks * cache.block_size if cache.num_blocks else pool_tokens
-    length = asked or min(model_limit, holds)
-    reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
-    _require_whole_prompts(config, length, reason if length in (asked, model_limit) else "what the KV pool holds")
+    cache, (length, reason) = config.cache, _asked(config, model_limit)
+    if config.model.max_model_len is None:
+        if cache.num_blocks and cache.num_blocks * cache.block_size < length:
+            length, reason = cache.num_blocks * cache.block_size, "the KV pool holds no more"
+        elif not cache.num_blocks and pool_tokens <= config.scheduler.max_num_batched_tokens:
+            return  # the longest request may be what the pool holds, and that as little
+    _require_whole_prompts(config, length, reason)
+
+
+def _asked(config: EngineConfig, model_limit: int) -> tuple[int, str]:
+    """Tokens of the longest request, were there memory enough, and what sets them."""
+    asked = config.model.max_model_len
+    return (
+        asked or model_limit,
+        f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens",
+    )
 
 
 def _require_whole_prompts(config: EngineConfig, length: int, reason: str) -> None:
@@ -70,8 +81,7 @@ def settle_limits(
     cache, scheduler, asked = config.cache, config.scheduler, config.model.max_model_len
     if asked is not None:
         require_length(asked, model_limit)
-    length = asked or model_limit
-    reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
+    length, reason = _asked(config, model_limit)
     longest = -(-length // cache.block_size)
     num_blocks = cache.num_blocks or min(affordable_blocks, scheduler.max_num_seqs * longest)
     if num_blocks < longest:

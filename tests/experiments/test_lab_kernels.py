@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 import pkgutil
-import timeit
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -398,8 +397,6 @@ class Clock:
             return Implementation(run)
 
         monkeypatch.setattr(kernel_fused._Fused, "implementation", implementation)
-        clock = partial(timeit.timeit, timer=lambda: self.now)
-        monkeypatch.setattr(kernel_timer, "timeit", SimpleNamespace(timeit=clock))
         monkeypatch.setattr(kernel_timer, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 

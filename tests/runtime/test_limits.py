@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from mini_infer import ConfigError, EngineConfig
 from mini_infer.core import limits
-from mini_infer.core.limits import settle_limits
+from mini_infer.core.limits import require_whole_prompts, settle_limits
 
 GIB = 2**30
 BLOCK = 2**20  # bytes
@@ -19,6 +21,29 @@ def host_blocks(monkeypatch: pytest.MonkeyPatch, free_gib: float, preemption: st
     monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: free)
     config = EngineConfig.from_dict({"scheduler": {"preemption": preemption}, "cache": cache})
     return settle_limits(config, 4096, affordable_blocks=10**6, block_bytes=BLOCK).num_host_blocks
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool_tokens", "why"),
+    [
+        ({}, 10**6, "4096 tokens, the model's limit is 4096 tokens): raise it to 4096"),
+        ({"model": {"max_model_len": 600}}, 0, "600 tokens, model.max_model_len=600): raise it to 600"),
+        ({"cache": {"num_blocks": 40}}, 0, "640 tokens, the KV pool holds no more): raise it to 640"),
+        ({"cache": {"num_blocks": 4000}}, 0, "4096 tokens, the model's limit"),
+        ({"cache": {"num_blocks": 32}}, 0, ""),
+        ({"model": {"max_model_len": 512}}, 10**6, ""),
+        ({}, 512, ""),
+        ({}, 0, ""),
+    ],
+)
+def test_whole_prompts_that_no_step_takes_are_refused_before_memory_is_known(
+    settings: dict[str, dict[str, int]], pool_tokens: int, why: str
+) -> None:
+    """Where the pool's size decides, only what it holds at least is known, and less is asked of nobody."""
+    scheduler = {"chunked_prefill": False, "max_num_batched_tokens": 512}
+    config = EngineConfig.from_dict({**settings, "scheduler": scheduler})
+    with pytest.raises(ConfigError, match=re.escape(why)) if why else nullcontext():
+        require_whole_prompts(config, 4096, pool_tokens)
 
 
 def test_swap_space_is_bounded_where_nobody_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

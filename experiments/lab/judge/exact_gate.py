@@ -26,7 +26,7 @@ from mini_infer.modeling.spec import MLASpec, MoESpec
 
 MOST_REQUESTS = 24  # of a point's own that differ
 MOST_ROWS = 256  # of a step: so many are asked at once, by copies, where the point has as many
-CROWD = 32  # short probes, which decode side by side
+CROWD = 32  # short probes, of which as many decode side by side as memory holds
 MOST_TOKENS = 32  # of an answer
 SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
@@ -61,7 +61,8 @@ class ExactGate:
 
     def of_own(self, variant: str, config: EngineConfig, loads: Mapping[str, Inputs]) -> list[Gate]:
         """Of a variant's requests at each point of `loads`, those of a closed loop and of an open one alike all at
-        once. One engine answers the points after each other, and forgets each: starting takes longer than asking."""
+        once, and copies of them, until as many are asked as the point has, or an engine has places. One engine answers
+        the points after each other, and forgets each: starting takes longer than asking."""
         asked = {}
         for point, load in loads.items():
             items = load.measured[:: max(1, -(-len(load.measured) // MOST_REQUESTS))]
@@ -177,7 +178,8 @@ def probes(whole: bool = False) -> list[Question]:
     prompts += [draw(end) for end in ends[2:]]
     short = _questions([draw(length) for length in range(4, 12)], [12] * 8)
     crowd = list(islice(cycle(short), CROWD))
-    return [*_questions(prompts, [18 + 4 * (index % 4) for index in range(len(prompts))]), *crowd]
+    # The crowd first: behind the longest, which fill the memory, few would be side by side.
+    return [*crowd, *_questions(prompts, [18 + 4 * (index % 4) for index in range(len(prompts))])]
 
 
 def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:

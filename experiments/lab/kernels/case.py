@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-import timeit
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -211,7 +210,10 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
 
 def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:
     if not on_gpu:
-        return timeit.timeit(work, number=calls)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - begin
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -51,13 +51,13 @@ def sentence(result: Result) -> str:
     found = [*chosen.values(), *(effect for effect in rest if key(effect) not in chosen)][:count]
     if all(effect.own is None for effect in found):
         return f"There is no answer: {first.reason or 'no valid measurement'}."
-    parts = told_once(found, info)
-    if len("; ".join(parts)) > LONG:  # what was lost or missed matters most beside the first
-        parts = told_once([first, *(lost or worst or found[1:])][:PARTS], info)
+    parts, knee = told_once(found, info), list[str]()
     if FOUND in info.metrics and not any(effect.metric == FOUND for effect in claimed):
         knees = (result.estimate(first.cell[0], at, FOUND) for at in info.points)
-        parts += [f"{wording.short(FOUND, info)} {wording.interval(knee)}" for knee in knees if knee][:1]
-    return _capital("; ".join(parts) + ".")
+        knee = [f"{wording.short(FOUND, info)} {wording.interval(each)}" for each in knees if each][:1]
+    if len("; ".join(parts + knee)) > LONG:  # what was lost or missed matters most beside the first, or the knee
+        parts = told_once([first, *(lost or ([] if knee else worst or found[1:]))][:PARTS], info)
+    return _capital("; ".join(parts + knee) + ".")
 
 
 def at_most(result: Result) -> list[str]:

@@ -55,11 +55,9 @@ def since(results: Path, revision: str) -> str:
     found = git(results, "diff", "--name-only", "--relative", "-M", revision, "--", "*.csv")
     if found is None:
         raise StoreError(f"git knows no revision {revision!r}")
-    beside = (
-        *(TABLES.keys() - {".csv"}),
-        f"{INCOMPLETE}.csv",
-    )  # tables of one run, and runs that stand beside whole ones
-    names = [name for name in found.splitlines() if not name.endswith(beside)]
+    names = [name for name in found.splitlines() if not name.endswith(tuple(TABLES.keys() - {".csv"}))]
+    # An unfinished run beside a complete one is not published.
+    names = [n for n in names if n == (of := n.replace(f"{INCOMPLETE}.csv", ".csv")) or not (results / of).exists()]
     told = {name: _since(results / name, revision) for name in (name.removesuffix(".csv") for name in names)}
     lines = [f"{name}: {text}" for name, text in told.items() if text]
     if not lines:

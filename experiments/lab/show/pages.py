@@ -146,7 +146,7 @@ def _beside_others(result: Result) -> list[str]:
     the original project's; and what is to be reached."""
     info, peers = result.info, effects.peers(result.info)
     ran = [_named(info, p) for p in peers if any(row.variant == p and row.valid for row in result.rows)]
-    told = f": {', '.join(ran)} ran beside it, and no claim's figure compares them" if ran else ": none ran beside it"
+    told = f": {', '.join(ran)} ran beside it, and the first claim is not about them" if ran else ": none ran beside it"
     for effect in effects.of_claims(result)[:1]:
         (variant, point), metric = effect.cell, effect.metric
         compared: dict[str, list[tuple[float, str]]] = {}

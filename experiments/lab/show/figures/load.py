@@ -63,11 +63,12 @@ def goodput(result: Result, knee: str) -> Figure:
 
 def _knee(points: Mapping[str, Mapping[str, Any]], result: Result) -> str:
     """Of each variant what a search has found, else the last of the points' rates up to which the share was in time;
-    nothing of those that no rate was tried with."""
+    nothing of those that no rate was tried with, as where a search is of some variants alone."""
     told, share = [], knees.share(result.info.config)
     for variant, label in result.info.variants.items():
         found = next((own for p in result.info.points if (own := result.estimate(variant, p, knees.FOUND))), None)
-        if found is None and not any(result.values(variant, point, GOODPUT) for point in points):
+        tried = (result.values(variant, point, name) for point in points for name in (GOODPUT, knees.KEPT))
+        if found is None and not any(tried):
             continue
         last = wording.interval(found) if found else ""
         for point, settings in {} if found else points.items():

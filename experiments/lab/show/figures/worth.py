@@ -61,8 +61,8 @@ def forest(result: Result) -> Figure:
         of_value = effect.is_absolute and effect.base is not None
         for tick, (label, shade) in zip(ticks[row], TICKS.items(), strict=True):
             if tick is not None:
-                width, name = (1.0, f"{label}, {BY_MEDIAN}") if of_value else (2.2, label)
-                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=width, label=name)
+                width, says = (1.0, f"{label}, {BY_MEDIAN}") if of_value else (2.2, label)
+                ax.plot([tick], [row], "|", color=shade, markersize=13, markeredgewidth=width, label=says)
         text = f"{wording.number(gain.median)}x   {figures}{_asked(effect, info)}"
         frame.beside(ax, text, (1, row), -4, xycoords=frame.EDGE, ha="right", fontsize=9, color=colour)
     ax.axvline(1, color=frame.INK, linewidth=1)
