@@ -57,6 +57,7 @@ class Ablation(Experiment):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         spec = self.spec
+        spec.require_searchable(self.settings.repeats)
         system = Kind.http if config.axes.via == axes.URL else self.settings.system
         if system is not None:
             spec = spec.served_by(system)

@@ -188,7 +188,14 @@ def test_goodput_at_a_stated_rate_is_what_is_kept_of_it():
     fast = {("new", "fast", 0): 60.0, ("new", "fast", 2): 30.0}  # of repeat 1 it was not told
     assert good == {**fast, ("new", "8 clients", 0): 7.0, ("old", "fast", 0): 0.0}
     assert knees.with_goodput(shares, points, {}) == shares, "where nobody asks for it"
-    short = [Row("new", "fast", n, "goodput_rps", 0.0, "", valid=False, reason="not shown: a burst") for n in range(2)]
-    told = [(row.value, row.valid) for row in knees.with_goodput([*shares, *short], points, {})[2:]]
-    assert told == [(0.0, False), (30.0, True)], "where half are late a queue has formed, where all are in time perhaps"
+
+
+@pytest.mark.parametrize(("shares", "told"), [((0.5, 0.1), [30.0, 6.0]), ((1.0, 0.5), [])])
+def test_passes_too_short_for_a_rate_tell_goodput_where_all_of_them_were_late(shares, told):
+    """A queue has formed then; of one that was late among others that were not nobody knows."""
+    why = "not shown: what counts of the requests has come within 8 s"
+    rows = [Row("new", "fast", n, "slo_share", share, "") for n, share in enumerate(shares)]
+    rows += [Row("new", "fast", n, "goodput_rps", 0.0, "", valid=False, reason=why) for n in range(2)]
+    found = knees.with_goodput(rows, {"fast": {"workload.rate_per_s": 60.0}}, {})
+    assert [row.value for row in found if row.metric == "goodput_rps" and row.valid] == told
     assert knees.offered({"mix": "long prompts", "rate_per_s": 6.0}) == 6.0

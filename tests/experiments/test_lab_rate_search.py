@@ -121,15 +121,28 @@ def test_some_variants_alone_are_searched_and_less_often_than_passes_are_repeate
     assert [(row.variant, row.repeat, row.value) for row in rows] == [("other", 0, 400.0), ("third", 0, 400.0)]
     assert made == [400, 1600] * 2
     assert {row.variant for row in findings.rows if row.metric == "slo_share"} == set(variants)
-    with pytest.raises(ConfigError, match="there is no variant 'thrid'; did you mean 'third'"):
-        build(variants=variants, search={**SEARCH, "variants": ["thrid"]})
+
+
+@pytest.mark.parametrize(
+    ("search", "claim", "why"),
+    [
+        ({"variants": ["thrid"]}, {}, "there is no variant 'thrid'; did you mean 'third'"),
+        ({"repeats": 3}, {}, "search.repeats=3 must be 1, or measure.repeats=2"),
+        ({"variants": ["third"]}, {"variant": "engine", "at_least": 9}, "about engine, which .* leaves out"),
+        ({"variants": ["third"]}, {"variant": "third", "ratio_at_least": 1}, "about engine, which .* leaves out"),
+    ],
+)
+def test_a_search_that_cannot_be_made_is_refused(build, search, claim, why):
+    claims = [{"metric": "slo_rate_rps", "at": {"search": "result"}, **claim}] if claim else []
+    with pytest.raises(ConfigError, match=why):
+        build(variants={"engine": {}, "third": {}}, search={**SEARCH, **search}, claims=claims)
 
 
 def test_a_search_of_variants_that_are_not_measured_is_one_of_those_that_are(build):
     search = {**SEARCH, "variants": ["other"]}
     spec = build(variants={"engine": {}, "other": {}}, search=search).spec
     assert spec.search.among(["engine", "other", f"other{PREDICTED}"]) == ["other", f"other{PREDICTED}"]
-    assert spec.without(["other"]).search.among(["engine"]) == ["engine"]
+    assert spec.without(["other"]).search.among(["engine"]) == [], "who was not to be searched is not"
     assert spec.served_by(Kind.served).search.among(["served"]) == ["served"]
 
 

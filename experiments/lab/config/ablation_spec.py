@@ -67,7 +67,6 @@ class AblationSpec(ExperimentSpec):
         if unknown := [name for name, share in self.reach.items() if name not in self.metrics or not 0 < share < 1]:
             needed = f"a metric that is measured, with a share between 0 and 1. Measured: {', '.join(self.metrics)}"
             raise ConfigError(f"experiment.reach.{unknown[0]}={self.reach[unknown[0]]}: each is {needed}")
-        require_known("experiment.search.variants: there is no variant", self.search.variants, self.variants)
         super().__post_init__()
         if not self.profile and (profiled := [name for name in self.metrics if name in formulas.OF_PROFILES]):
             raise ConfigError(f"the metric {profiled[0]} is of profiled steps: name their points in experiment.profile")
@@ -80,7 +79,7 @@ class AblationSpec(ExperimentSpec):
         """With the other variants alone, and the claims that name none of those."""
         variants = {name: changes for name, changes in self.variants.items() if name not in dropped}
         claims = tuple(claim for claim in self.claims if claim.variant not in dropped and claim.to not in dropped)
-        return replace(self, variants=variants, claims=claims, search=self._search_of(variants))
+        return replace(self, variants=variants, claims=claims)
 
     def with_predictions(self) -> AblationSpec:
         """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
@@ -118,12 +117,22 @@ class AblationSpec(ExperimentSpec):
         )
         drawn = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
         plots = tuple(plot for plot in drawn if plot.panels)
-        changed = replace(self, variants=variants, baseline=baseline, search=self._search_of(variants))
+        search = self.search if self.search.among(variants) else replace(self.search, variants=())
+        changed = replace(self, variants=variants, baseline=baseline, search=search)
         return replace(changed, metrics=kept, claims=claims, plots=plots, timeline=None, profile=())
 
-    def _search_of(self, variants: Collection[str]) -> RateSearch:
-        """Of those variants alone: all of them, where it names none."""
-        return replace(self.search, variants=tuple(name for name in self.search.variants if name in variants))
+    def require_searchable(self, repeats: int) -> None:
+        """Raises ConfigError where a search is of variants that there are not, is made more often than passes are
+        repeated, so many times in each process, or where a claim is on the knee of a variant that is not searched."""
+        search = self.search
+        require_known("experiment.search.variants: there is no variant", search.variants, self.variants)
+        if search.repeats is not None and search.repeats not in (1, repeats):
+            raise ConfigError(f"experiment.search.repeats={search.repeats} must be 1, or measure.repeats={repeats}")
+        for claim in (claim for claim in self.claims if claim.metric == FOUND):
+            is_ratio = claim.ratio_at_least is not None or claim.ratio_at_most is not None
+            who = {claim.variant, *([claim.to or self.baseline] if is_ratio and not claim.against else [])}
+            if left := sorted(who - {*search.among(self.variants)}):
+                raise ConfigError(f"a claim on {FOUND} is about {left[0]}, which experiment.search.variants leaves out")
 
 
 def _named_kind(changes: dict[str, Any] | None) -> str:

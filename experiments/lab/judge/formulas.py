@@ -31,6 +31,7 @@ from experiments.lab.judge.metrics import (
 )
 from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import HostUse, Served
+from experiments.lab.store.rows import BURST
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import ExpertTraffic, StepRecord
 
@@ -44,7 +45,6 @@ NOT_TOLD = Missing("only the processes of our own server can be asked", applies=
 NO_COUNTER = Missing("no GPU has counted its energy", applies=False)
 OfStep = Callable[[StepRecord], float]
 OfExchange = Callable[[ExpertTraffic], float]
-BURST = "what counts of the requests has come within "
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.lab.config.spec import IN_TIME, RATE
 from experiments.lab.judge.stats import Kept
-from experiments.lab.store.rows import NOT_SHOWN, Row, Turn
+from experiments.lab.store.rows import BURST, NOT_SHOWN, Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
@@ -33,15 +33,17 @@ def offered(settings: Mapping[str, Any]) -> float | None:
 def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[Row]:
     """The rows, with goodput at a stated rate of arrivals as the share in time times that rate. Over the time of the
     whole pass, which a row may be, it loses by the answers that are still under way when the last request arrives. What
-    a pass was too short to tell is told here where so many were late that a queue has formed, and not where all were in
-    time: nobody knows whether that rate could be kept up."""
+    passes were too short to tell is told here where in all of them fewer than `share` were in time, so that a queue has
+    formed: else nobody knows whether that rate could be kept up."""
     rates = {name: rate for name, settings in points.items() if (rate := offered(settings)) is not None}
     place = lambda row: (row.variant, row.point, row.process, row.repeat)  # noqa: E731
     kept = {place(row): row.value for row in rows if row.metric == KEPT and row.valid and row.point in rates}
-    least = share(config)
+    least, best = share(config), defaultdict[tuple[str, str], float](float)
+    for (variant, point, *_), value in kept.items():
+        best[variant, point] = max(best[variant, point], value)
 
     def told(row: Row) -> bool:
-        late = row.reason.startswith(NOT_SHOWN) and kept.get(place(row), least) < least
+        late = row.reason.startswith(NOT_SHOWN + BURST) and best[row.variant, row.point] < least
         return row.metric == GOODPUT and place(row) in kept and (row.valid or late)
 
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from experiments.lab.config.spec import (
 )
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS, SEARCH
-from experiments.lab.store.rows import NOT_SHOWN, Row
+from experiments.lab.store.rows import BURST, NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs, Workload
 from experiments.lab.workloads.base import Arriving
 from mini_infer.core.errors import ConfigError
@@ -47,7 +47,7 @@ class RateSearch(Checked, section="experiment.search"):
     seconds: FromZero = 0.0
     # The variants whose rates are searched; left out: all.
     variants: tuple[str, ...] = ()
-    # Searches of each of them in each process; left out: as many as measure.repeats.
+    # Searches of each of them in each process, 1 or as many as measure.repeats, which is what is left out.
     repeats: Count | None = None
     # Settings of its points beside the rate, such as {workload.arrivals: poisson}.
     at: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class RateSearch(Checked, section="experiment.search"):
         """Why a row has no value; the notes say on which side the knee lies, and so do the passes."""
         return f"{NOT_SHOWN}there is no knee from {self.rates[0]:g} to {self.rates[-1]:g} requests/s"
 
-    def among(self, variants: Sequence[str]) -> list[str]:
+    def among(self, variants: Iterable[str]) -> list[str]:
         """Those of `variants` whose rates are searched, with what is predicted for them."""
         return [name for name in variants if not self.variants or name.removesuffix(PREDICTED) in self.variants]
 
@@ -151,7 +151,7 @@ class Searches:
                 raise Undecided(f"the pass at {rates[index]:g}/s does not count: {kept.reason}")
             shares[index] = kept.value
             met = kept.value >= settings.share
-            if met and any(row.reason.startswith(NOT_SHOWN + formulas.BURST) for row in rows):
+            if met and any(row.reason.startswith(NOT_SHOWN + BURST) for row in rows):
                 raise Undecided(  # where requests had to wait, a queue has formed
                     f"{NOT_SHOWN}the requests at {rates[index]:g}/s had all come before a queue could form; raise "
                     "workload.count or experiment.search.seconds"

@@ -15,6 +15,7 @@ from mini_infer.core.config_checks import field_types
 
 ABSENT = "absent: "  # begins the reason of a row whose peer is not there
 NOT_SHOWN = "not shown: "  # begins the reason of a row whose sample does not support a value
+BURST = "what counts of the requests has come within "  # goes on behind it, of a pass too short for a rate
 LATE = (  # a note: in how many passes, and up to how much of one
     "In {} passes the host read the end of some steps late, so that the steps after them look shorter than they were: "
     "up to {} % of a pass's steps."
