@@ -594,6 +594,7 @@ def test_without_a_name_all_runs_are_compared_whose_rows_differ(repository, run_
     root, git = repository
     results, moved = root / "results", root / "results/moved/own.in_process"
     paths = {name: store.write(results, demo(name)) for name in ("faster", "as_it_was", "before", "gone", "damaged")}
+    store.write(results, demo("elsewhere", seed=7))
     git("add", "-A")
     git("commit", "-qm", "published")
     twice = tuple(replace(row, value=row.value * 2) for row in demo().rows)
@@ -610,7 +611,14 @@ def test_without_a_name_all_runs_are_compared_whose_rows_differ(repository, run_
         assert run_py("compare", "--rev", revision, "--results", str(results)) == 0
         return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
 
+    origin = demo().info.provenance
+    moved_to = replace(origin, device={**origin.device, "cpu": "another"})
+    store.write(results, replace(demo("elsewhere"), info=replace(demo("elsewhere").info, provenance=moved_to)))
+    unfinished = demo("as_it_was", seed=9)
+    store.write(results, replace(unfinished, info=replace(unfinished.info, run="default-incomplete")))
+    git("add", "-A")
     lines = told("HEAD~1")
+    assert lines.pop("elsewhere/own.in_process/cpu/default").startswith("on DIFFERENT MACHINES, 12 rows: ")
     assert lines.pop("faster/own.in_process/cpu/default") == "12 rows: 8 B slower, 4 B faster"
     assert lines.pop("gone/own.in_process/cpu/default") == "gone since"
     assert "new/own.in_process/cpu/default.json was not published at HEAD~1" in lines.pop(

@@ -39,6 +39,8 @@ def test_goodput_past_the_knee_stands_beside_what_was_offered():
     result = served()
     alone = replace(result, info=replace(result.info, variants={**result.info.variants, "other": "engine alone"}))
     assert load.goodput_of(alone)[1] == ax.get_title(), "nothing is said of what met no rate"
+    long = replace(result, info=replace(result.info, variants={"base": "a" * 60, "new": "b" * 60}))
+    assert load.goodput_of(long)[1].count(";\n") == 1
     assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
 
 

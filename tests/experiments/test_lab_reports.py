@@ -17,7 +17,7 @@ from experiments.lab.judge import formulas, stats
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ALONE, ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import details, effects, grids, pages, report, sweeps, wording
+from experiments.lab.show import answer, details, effects, grids, pages, report, sweeps, wording
 from experiments.lab.show.answer import _two_digits, flags, sentence
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -111,6 +111,21 @@ def test_what_guards_against_a_loss_says_how_much_may_be_lost():
     text = sentence(result(claims=claims, variants=variants, seed=3))
     assert text.startswith("Concurrency 8: 1.50x tokens/s (4,277 -> 6,446)")
     assert re.search(r"; concurrency 1: no loss above [\d.]+ % in P99 ITL\.", text)
+
+
+def test_an_answer_of_more_than_a_line_keeps_the_first_part_and_what_was_missed(monkeypatch):
+    claims = (
+        Claim("output_tokens_per_s", "new", "concurrency=8", Bound.ratio_at_least, 1.2, "base", "concurrency=8"),
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8"),
+        Claim("output_tokens_per_s", "new", "concurrency=1", Bound.ratio_at_least, 9.0, "base", "concurrency=1"),
+    )
+    short = sentence(result(claims=claims, noise=0.001))
+    assert "time to first token" not in short
+    assert short.endswith("at least 9x: missed).")
+    monkeypatch.setattr(answer, "LONG", len(short) + 100)
+    whole = sentence(result(claims=claims, noise=0.001))
+    assert whole.startswith(short.removesuffix("."))
+    assert whole.endswith("time to first token 214 ms against 305.")
 
 
 def test_where_nothing_is_compared_every_variant_of_the_first_claim_is_named():
@@ -607,6 +622,13 @@ def test_what_another_experiment_has_measured_stands_beside_it():
 def test_gates_that_pass_at_all_points_are_one_line(tmp_path):
     text = text_of(tmp_path, result(**PLAIN))
     assert "same greedy tokens as whole prompts, at all 2 points | **supported** | 1,800 of 1,800 tokens |" in text
+
+
+def test_peers_of_whom_no_claim_tells_are_named(tmp_path):
+    given = result(claims=(), **{k: v for k, v in PLAIN.items() if k != "claims"})
+    config = {**given.info.config, "experiment": {"variants": {"base": {}, "new": {"kind": "hf"}}}}
+    text = text_of(tmp_path, replace(given, info=replace(given.info, config=config)))
+    assert f"- **Peers**: {given.info.variants['new']} ran beside it, and the first claim is not about them." in text
 
 
 def test_invalid_rows_are_listed_by_reason(tmp_path):
