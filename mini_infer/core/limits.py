@@ -48,11 +48,9 @@ def require_whole_prompts(config: EngineConfig, model_limit: int, pool_tokens: i
 
 def _asked(config: EngineConfig, model_limit: int) -> tuple[int, str]:
     """Tokens of the longest request, were there memory enough, and what sets them."""
-    asked = config.model.max_model_len
-    return (
-        asked or model_limit,
-        f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens",
-    )
+    if (asked := config.model.max_model_len) is not None:
+        return asked, f"model.max_model_len={asked}"
+    return model_limit, f"the model's limit is {model_limit} tokens"
 
 
 def _require_whole_prompts(config: EngineConfig, length: int, reason: str) -> None:

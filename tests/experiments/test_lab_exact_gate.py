@@ -317,6 +317,9 @@ def test_as_many_own_requests_are_asked_at_once_as_a_point_has(
     (found,) = gate.of_own("as it is", asked, {"a point": load})
     assert found.passed, found.first_difference
     assert found.total_tokens == 2 * 160 * 4
+    with monkeypatch.context() as patch:
+        patch.setattr(exact_gate, "MOST_COPIED", 60)
+        assert gate.of_own("as it is", asked, {"a point": load})[0].total_tokens == 2 * (23 + 10) * 4
     _wrong_in_a_crowd(monkeypatch, rows=150)
     assert not gate.of_own("as it is", asked, {"a point": load})[0].passed
 

@@ -26,6 +26,7 @@ from mini_infer.modeling.spec import MLASpec, MoESpec
 
 MOST_REQUESTS = 24  # of a point's own that differ
 MOST_ROWS = 256  # of a step: so many are asked at once, by copies, where the point has as many
+MOST_COPIED = 2**17  # tokens of the copies' prompts, which take time
 CROWD = 32  # short probes, of which as many decode side by side as memory holds
 MOST_TOKENS = 32  # of an answer
 SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
@@ -68,7 +69,8 @@ class ExactGate:
             items = load.measured[:: max(1, -(-len(load.measured) // MOST_REQUESTS))]
             questions = _questions([list(item.prompt) for item in items], [item.output_tokens for item in items])
             # Copies cost nothing more to ask alone, and are rows of their own in company.
-            rows = min(config.scheduler.max_num_seqs, len(load.measured), MOST_ROWS)
+            copied = MOST_COPIED // max(len(prompt) for prompt, _ in questions)
+            rows = min(config.scheduler.max_num_seqs, len(load.measured), MOST_ROWS, len(questions) + copied)
             asked[point] = load.prime, list(islice(cycle(questions), max(rows, len(questions))))
         return self._gates(variant, _shrunk(config), asked, f"{logit_gate.LAYERS} layers, random weights")
 
