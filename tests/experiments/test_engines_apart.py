@@ -288,7 +288,10 @@ def test_every_request_gets_through_engines_apart_what_it_gets_alone(
 ) -> None:
     """A handover that loses or shifts a block is found by both gates, whichever way blocks go."""
     monkeypatch.setattr(exact_gate, "MODEL", exact_gate.DRAFT)
-    few = [(prompt, dataclasses.replace(params, max_tokens=6)) for prompt, params in exact_gate.probes()[2:8]]
+    few = [
+        (prompt, dataclasses.replace(params, max_tokens=6))
+        for prompt, params in exact_gate.probes()[exact_gate.CROWD :][2:8]
+    ]
     monkeypatch.setattr(exact_gate, "probes", lambda whole: few)
     model = ("model=tiny", "engine.model.path=tiny-draft", "engine.cache.memory_gib=0.03")
     own = ("experiment.claims=[]", f"experiment.mixes=[{MIX}, by: [together, apart]}}]")
