@@ -125,7 +125,7 @@ def test_an_absolute_target_is_told_beside_a_ratio_and_stands_thin_on_its_axis(a
     (ax,) = worth.forest(result(rows=found, sizes=(8,), claims=tuple(claims))).axes
     ticks = [line for line in ax.lines if line.get_marker() == "|"]
     assert [(line.get_label(), line.get_markeredgewidth()) for line in ticks] == [
-        (f"{name}, of the value itself, by the median of the baseline", 1) for name in ("target", "aim")
+        (f"{name}, by the baseline's median", 1) for name in ("target", "aim")
     ]
     assert [line.get_xdata()[0] for line in ticks] == pytest.approx([120 / at_most, 120 / (at_most - 5)])
     assert texts(ax) == [f"2x   60 ms against 120\ntarget {at_most} ms: {reached} (aim {at_most - 5} ms)"]

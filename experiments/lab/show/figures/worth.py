@@ -28,7 +28,7 @@ COLOURS = {1: BETTER, -1: WORSE, 0: UNTOLD}  # by what is told
 SAYS = {BETTER: "better (the whole 95 % interval)", WORSE: "worse (the whole interval)", UNTOLD: "neither is shown"}
 REACHED = {Verdict.supported: "met", Verdict.refuted: "missed", Verdict.inconclusive: "not shown"}
 TICKS = {"target": "#202020", "aim": "#CC79A7"}
-BY_MEDIAN = "of the value itself, by the median of the baseline"
+BY_MEDIAN = "by the baseline's median"
 
 
 def forest(result: Result) -> Figure:
