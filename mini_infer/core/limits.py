@@ -43,7 +43,7 @@ def require_whole_prompts(config: EngineConfig, model_limit: int, pool_tokens: i
             length, reason = cache.num_blocks * cache.block_size, "the KV pool holds no more"
         elif not cache.num_blocks and pool_tokens <= config.scheduler.max_num_batched_tokens:
             return  # the longest request may be what the pool holds, and that as little
-    _require_whole_prompts(config, length, reason)
+    _require_step_for(config, length, reason)
 
 
 def _asked(config: EngineConfig, model_limit: int) -> tuple[int, str]:
@@ -53,7 +53,7 @@ def _asked(config: EngineConfig, model_limit: int) -> tuple[int, str]:
     return model_limit, f"the model's limit is {model_limit} tokens"
 
 
-def _require_whole_prompts(config: EngineConfig, length: int, reason: str) -> None:
+def _require_step_for(config: EngineConfig, length: int, reason: str) -> None:
     scheduler = config.scheduler
     if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
         raise ConfigError(
@@ -91,7 +91,7 @@ def settle_limits(
                 f"{pool}, too few for one request of {length} tokens: {way_out}, or lower model.max_model_len"
             )
         length, reason = capacity, f"{pool}: {way_out}"
-    _require_whole_prompts(config, length, reason)
+    _require_step_for(config, length, reason)
     drafts = config.speculation.most
     if drafts > length - 2:  # a prompt of one token, and the one behind the draft
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.lab.config.spec import IN_TIME, RATE
 from experiments.lab.judge.stats import Kept
-from experiments.lab.store.rows import BURST, NOT_SHOWN, Row, Turn
+from experiments.lab.store.rows import Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
@@ -43,7 +43,7 @@ def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], c
         best[variant, point] = max(best[variant, point], value)
 
     def told(row: Row) -> bool:
-        late = row.reason.startswith(NOT_SHOWN + BURST) and best[row.variant, row.point] < least
+        late = row.is_burst and best[row.variant, row.point] < least
         return row.metric == GOODPUT and place(row) in kept and (row.valid or late)
 
     return [

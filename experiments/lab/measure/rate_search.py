@@ -22,7 +22,7 @@ from experiments.lab.config.spec import (
 )
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT, PASS, SEARCH
-from experiments.lab.store.rows import BURST, NOT_SHOWN, Row
+from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs, Workload
 from experiments.lab.workloads.base import Arriving
 from mini_infer.core.errors import ConfigError
@@ -151,7 +151,7 @@ class Searches:
                 raise Undecided(f"the pass at {rates[index]:g}/s does not count: {kept.reason}")
             shares[index] = kept.value
             met = kept.value >= settings.share
-            if met and any(row.reason.startswith(NOT_SHOWN + BURST) for row in rows):
+            if met and any(row.is_burst for row in rows):
                 raise Undecided(  # where requests had to wait, a queue has formed
                     f"{NOT_SHOWN}the requests at {rates[index]:g}/s had all come before a queue could form; raise "
                     "workload.count or experiment.search.seconds"

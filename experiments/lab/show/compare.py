@@ -57,7 +57,8 @@ def since(results: Path, revision: str) -> str:
         raise StoreError(f"git knows no revision {revision!r}")
     names = [name for name in found.splitlines() if not name.endswith(tuple(TABLES.keys() - {".csv"}))]
     # An unfinished run beside a complete one is not published.
-    names = [n for n in names if n == (of := n.replace(f"{INCOMPLETE}.csv", ".csv")) or not (results / of).exists()]
+    unfinished = f"{INCOMPLETE}.csv"
+    names = [n for n in names if not (n.endswith(unfinished) and (results / n.replace(unfinished, ".csv")).exists())]
     told = {name: _since(results / name, revision) for name in (name.removesuffix(".csv") for name in names)}
     lines = [f"{name}: {text}" for name, text in told.items() if text]
     if not lines:

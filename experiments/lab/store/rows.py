@@ -43,6 +43,11 @@ class Row:
         return self.reason.startswith(ABSENT)
 
     @property
+    def is_burst(self) -> bool:
+        """Its pass was too short to show a rate."""
+        return self.reason.startswith(NOT_SHOWN + BURST)
+
+    @property
     def is_fault(self) -> bool:
         """Something went wrong; else an invalid row tells of what is absent, or of too few samples."""
         return not self.valid and not self.reason.startswith((ABSENT, NOT_SHOWN))
