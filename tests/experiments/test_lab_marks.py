@@ -168,6 +168,23 @@ def test_open_loops_that_are_too_short_mark_the_run(arrivals, spans, count, says
     assert few == "".join(says).replace("GPU)", "GPU; of fewer than 50 requests no ramps are left out)")
 
 
+@pytest.mark.parametrize(
+    ("rate", "last", "short"),
+    [
+        (10.0, 59.2, False),  # a minute was asked for, and the draw came out a little shorter
+        (None, 59.2, True),
+        (10.0, 50.0, True),  # no draw of 600 requests explains it: there are more than arrived at that rate
+        (10.5, 57.0, True),  # less was asked for
+    ],
+)
+def test_a_draw_of_a_minute_may_end_a_little_before(rate, last, short):
+    times = [last * n / 599 for n in range(600)]
+    asked = [RequestRow("base", "concurrency=8", "r", "", t, 0.0, 0.0, 0.0, 8, 8, 0, 0) for t in times]
+    given = on_gpu(arrivals="poisson", requests=asked)
+    config = {"workload": {"arrivals": "poisson", "rate_per_s": rate}}
+    assert bool(marks.short_passes(replace(given, info=replace(given.info, config=config)))) == short
+
+
 def test_an_old_result_says_how_long_its_open_loops_were_by_its_workload():
     old = on_gpu(arrivals="poisson", workload={"last_arrival_s": [None, 3.38]})
     assert marks.short_passes(old) == "open-loop passes of 3.38 s (60 are asked for on a GPU)"

@@ -7,6 +7,7 @@ from collections import defaultdict
 from itertools import product
 
 from experiments.lab.config.axes import NO_SCALE
+from experiments.lab.config.spec import RATE
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
@@ -74,11 +75,12 @@ def short_passes(result: Result) -> str:
     loops = {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
     if not info.on_gpu or not loops:
         return ""
+    rates = {p: info.points[p].get(RATE, info.config.get("workload", {}).get("rate_per_s")) for p in loops}
     for r in result.requests:
         if r.point in loops and r.valid is not False:
             passes[r.variant, r.point, r.process, r.repeat].append(r.arrival_s)
     if result.requests:  # else a result that is older than their table
-        spans = [max(times) - min(times) for times in passes.values()]
+        spans = [_span_s(times, rates[point]) for (_, point, *_), times in passes.items()]
     short = sorted(span for span in spans if span < STEADY_S)
     if not short:
         return ""
@@ -86,6 +88,13 @@ def short_passes(result: Result) -> str:
     ramps = f"; of fewer than {STEADY} requests no ramps are left out" if few else ""
     ends = dict.fromkeys(map(wording.number, (short[0], short[-1])))
     return f"open-loop passes of {' to '.join(ends)} s ({STEADY_S} are asked for on a GPU{ramps})"
+
+
+def _span_s(times: list[float], rate: float | None) -> float:
+    """Seconds in which requests with these times of arrival come. At a stated rate, as many as so many take on average,
+    where three standard deviations of a Poisson process explain that this draw's last one came before."""
+    span = max(times) - min(times)
+    return span if rate is None else max(span, min(len(times) / rate, span * (1 + 3 / math.sqrt(len(times)))))
 
 
 def of(result: Result) -> list[str]:
