@@ -162,7 +162,8 @@ class Ablation(Experiment):
         mapped = [cell for cell in there if cell.kind.can.mapped][:2] if spec.block_map else []
         steps.plan(len(repeats) * passes + searches + len(profiled) * len(self._alone) + len(mapped))
         computed_on = hardware.resolve(self._cell(spec.baseline, self._grid[0]).engine.model.device)
-        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
+        machine = self.chosen if self._simulated else hardware.Hardware()  # another's floors would be of no use here
+        limits, problem = ceilings.find(ceilings.FOLDER, machine, computed_on, self.threads)
         vocabulary = Vocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         ledger = Ledger(

@@ -30,7 +30,7 @@ from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.push import KVPush
 from experiments.lab.measure import ceilings
 from experiments.lab.measure.clocks import Watch
-from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import Device, DType
@@ -119,7 +119,7 @@ class KernelSweep(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         device = resolve_device(self.engine.model)
-        limits, problem = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
+        limits, problem = ceilings.find(ceilings.FOLDER, Hardware(), device.type, self.threads)
         steps.plan(len(self.points))
         self._rows, self._gates, self._called = list[Row](), list[ErrorGate](), dict[str, None]()
         self._absent = defaultdict[tuple[str, str], list[str]](list)  # variant and reason -> at which points

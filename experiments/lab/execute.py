@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from experiments.lab import sweep
 from experiments.lab.config import schema, typed
 from experiments.lab.experiment import Experiment, Findings, IncompleteRun
-from experiments.lab.measure import hardware, processes
+from experiments.lab.measure import ceilings, hardware, processes
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import provenance, resume, rows, trackers
@@ -26,6 +26,7 @@ from experiments.lab.store import result as store
 from experiments.lab.store.runs import exclusive
 from mini_infer.core.errors import ConfigError, MiniInferError
 
+CEILINGS = "ceilings"
 LONGEST_NAME = 160  # of a run; file systems take 255 bytes with the endings
 
 
@@ -55,6 +56,9 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     started, clock = datetime.now(timezone.utc), time.monotonic()
     results, reports = root / paths.results, root / paths.reports
     own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
+    if name == CEILINGS and paths.run is None:  # which others' floors are taken from: no machine replaces another's
+        run = ceilings.run_of(results / f"{own}.json", hardware.name(hardware.resolve(experiment.device)))
+        own = own.with_name(run)
     earlier = resume.find(results / own, _stated(settled), experiment, clean, root) if paths.resume else None
 
     def result_of(findings: Findings) -> store.Result:

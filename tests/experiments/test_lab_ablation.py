@@ -11,7 +11,7 @@ import torch
 from small_runs import measured, probe
 
 from experiments.lab.judge import validity
-from experiments.lab.measure import clocks, subjects
+from experiments.lab.measure import clocks, hardware, subjects
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.executor.dry import DryModel
@@ -265,6 +265,15 @@ def test_what_has_no_meaning_is_left_out_with_a_note(build):
     assert {row.metric for row in found.rows} == {"steps"}
     left_out = "useful share of the memory bandwidth is left out, because a dry model moves no bytes"
     assert f"engine: {left_out}." in found.notes
+
+
+def test_floors_of_what_is_measured_are_this_machines_whatever_hardware_was_chosen(build, monkeypatch):
+    monkeypatch.setattr(hardware, "name", lambda device: "A CPU that nobody has measured")
+    typed = ["model=tiny", "hardware=cpu", "measure.gates=false", "measure.repeats=1"]
+    found = measured(build(*typed, *FIXED, metrics=["floor_ms", "steps"]))
+    assert {row.metric for row in found.rows} == {"steps"}
+    assert found.ceilings is None
+    assert any("and none of A CPU that nobody has measured" in note for note in found.notes)
 
 
 def test_few_hits_are_noted(build):

@@ -618,7 +618,9 @@ def test_without_a_name_all_runs_are_compared_whose_rows_differ(repository, run_
     store.write(results, replace(unfinished, info=replace(unfinished.info, run="default-incomplete")))
     git("add", "-A")
     lines = told("HEAD~1")
-    assert lines.pop("elsewhere/own.in_process/cpu/default").startswith("on DIFFERENT MACHINES, 12 rows: ")
+    assert lines.pop("elsewhere/own.in_process/cpu/default").startswith(
+        "on DIFFERENT MACHINES (A CPU, then another), 12 rows: "
+    )
     assert lines.pop("faster/own.in_process/cpu/default") == "12 rows: 8 B slower, 4 B faster"
     assert lines.pop("gone/own.in_process/cpu/default") == "gone since"
     assert "new/own.in_process/cpu/default.json was not published at HEAD~1" in lines.pop(
@@ -687,6 +689,14 @@ def test_a_sweep_is_one_result_with_a_curve_over_its_key():
     assert len(found[1].rows) == 4 * len(default.rows)
     assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
     assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_runs_of_several_processors_are_no_sweep():
+    """They have one hardware key, and a curve over their speeds would be the processors' as much as the setting's."""
+    other = swept(16)
+    there = replace(other.info.provenance, device={**other.info.provenance.device, "cpu": "Another CPU"})
+    runs_of = [swept(4), replace(other, info=replace(other.info, provenance=there)), swept(8)]
+    assert [r.info.run for r in sweeps.joined(runs_of)] == ["sweep-count", "count=16"]
 
 
 def test_the_answer_of_a_sweep_is_over_its_key():

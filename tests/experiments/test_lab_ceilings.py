@@ -67,7 +67,30 @@ def test_what_was_not_measured_again_stays(tmp_path):
     (kept,) = ceilings.read(path).ceilings
     assert kept == dataclasses.replace(now, link_gb_s={"to_host": 55.0, "to_peer": 390.0})
     ceilings.save(path, Hardware("another GPU", ceilings=(now,)))
-    assert ceilings.read(path).ceilings == (now,)
+    assert ceilings.read(path).others[0].ceilings == (now,), "a link of the first one is not its own"
+
+
+def test_each_machine_keeps_its_own_result(compose_config, tmp_path, monkeypatch):
+    paths = [f"paths.results={tmp_path / 'results'}", f"paths.reports={tmp_path / 'reports'}"]
+    for machine in ("AMD EPYC (family 25, model 17)", "Another CPU 1", "AMD EPYC (family 25, model 17)"):
+        monkeypatch.setattr(hardware, "name", lambda device, name=machine: name)
+        page = execute(compose_config(*SMALL, *paths), "ceilings", [], tmp_path).read_text()
+    stored = sorted((tmp_path / "results/ceilings/none.in_process/cpu").glob("*.json"))
+    assert {path.stem: store.read(path).info.machine for path in stored} == {
+        "default": "AMD EPYC (family 25, model 17)",
+        "Another_CPU_1": "Another CPU 1",
+    }
+    assert "cpu: AMD EPYC (family 25, model 17) |" in page
+    assert "## cpu, with `Another_CPU_1`" in page
+    kept = ceilings.read(tmp_path / "results/hardware/cpu.yaml")
+    assert [each.machine for each in kept.machines] == ["AMD EPYC (family 25, model 17)", "Another CPU 1"]
+
+
+def test_the_name_of_a_run_says_the_machine_once_and_what_was_changed(tmp_path):
+    stored = tmp_path / "repeats=2.json"
+    assert ceilings.run_of(stored, "A CPU") == "repeats=2"
+    stored.write_text("{")
+    assert ceilings.run_of(stored, "A CPU") == "repeats=2", "what cannot be read is replaced"
 
 
 def test_the_repositorys_ceilings_are_where_they_are_looked_for():

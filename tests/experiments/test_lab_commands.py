@@ -11,7 +11,7 @@ from made_up import different, engine_steps, requests, result
 from experiments.lab.commands import COMMANDS
 from experiments.lab.judge import stats
 from experiments.lab.show import perfetto
-from experiments.lab.show.compare import compare
+from experiments.lab.show.compare import OTHER_MACHINE, compare
 from experiments.lab.show.grids import SCREEN
 from experiments.lab.store import result as store
 from experiments.lab.store import runs
@@ -54,6 +54,17 @@ def test_two_runs_stand_side_by_side(tmp_path):
     assert "versions.torch: 2.13 -> 2.14" in differences
     assert "versions.python: 3.11 -> -" in differences
     assert "paths" not in differences
+
+
+def test_two_processors_of_one_key_are_named_before_anything_is_called_faster(tmp_path):
+    ours, theirs = result(), result(run="b", factor=1.2)
+    there = replace(theirs.info.provenance, device={**theirs.info.provenance.device, "cpu": "Another CPU"})
+    assert ours.info.hardware == theirs.info.hardware
+    text = compare(*stored(tmp_path, ours, replace(theirs, info=replace(theirs.info, provenance=there))))
+    before, _, after = text.partition(OTHER_MACHINE)
+    assert all(name in before for name in ("A CPU, 2 cores", "Another CPU, 2 cores"))
+    assert "B faster" in after
+    assert OTHER_MACHINE not in compare(*stored(tmp_path, ours, theirs))
 
 
 def test_the_same_numbers_show_no_difference(tmp_path):

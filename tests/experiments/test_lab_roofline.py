@@ -16,7 +16,7 @@ from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.workloads.random import Fixed
 from mini_infer import LLMEngine, SamplingParams
-from mini_infer.core.config import EngineConfig, ModelConfig
+from mini_infer.core.config import Device, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
 from mini_infer.modeling.loader import load_spec
@@ -228,15 +228,32 @@ def test_other_thread_counts_of_the_same_machine_are_kept(tmp_path, machine):
     more = dataclasses.replace(CPU, threads=8, read_gb_s=99.0)
     ceilings.save(path, dataclasses.replace(machine, ceilings=(more,)))
     assert [c.threads for c in ceilings.read(path).ceilings] == [1, 2, 8]
-    ceilings.save(path, Hardware("Another CPU", ceilings=(more,)))
-    assert [c.threads for c in ceilings.read(path).ceilings] == [8]
+
+
+def test_one_key_holds_several_processors_and_none_replaces_another(tmp_path, monkeypatch, machine):
+    path, faster = tmp_path / "cpu.yaml", dataclasses.replace(CPU, read_gb_s=99.0)
+    ceilings.save(path, dataclasses.replace(machine, device=Device.cpu))
+    ceilings.save(path, Hardware("Some CPU 2", "2026-01-02", "by hand", (faster,), device=Device.cpu))
+    ceilings.save(path, Hardware("Some CPU 1", "2026-01-03", "again", (dataclasses.replace(CPU, threads=8),)))
+    found = ceilings.read(path)
+    assert (found.machine, found.measured, [c.threads for c in found.ceilings]) == (
+        "Some CPU 1",
+        "2026-01-03",
+        [1, 2, 8],
+    )
+    assert [each.machine for each in found.machines] == ["Some CPU 1", "Some CPU 2"], (
+        "the first is what hardware=cpu is"
+    )
+    assert ceilings.find(tmp_path, Hardware(), "cpu", 2) == (CPU, "")
+    monkeypatch.setattr(hardware, "name", lambda device: "Some CPU 2")
+    assert ceilings.find(tmp_path, Hardware(), "cpu", 2) == (faster, "")
 
 
 @pytest.mark.parametrize(
     ("owner", "threads", "problem"),
     [
         (None, 2, r"no ceilings are known for Some CPU 1: .*experiment=ceilings"),
-        ("Some CPU 2", 2, r"cpu.yaml holds the ceilings of Some CPU 2, and this is Some CPU 1"),
+        ("Some CPU 2", 2, r"cpu.yaml holds the ceilings of Some CPU 2, and none of Some CPU 1"),
         ("Some CPU 1", 4, r"no ceilings of Some CPU 1 are known for 4 threads: .*measure.threads=4"),
     ],
 )

@@ -59,16 +59,28 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """A file of conf/hardware/: whose ceilings these are, and how they were found."""
+class Machine:
+    """Whose ceilings these are, and how they were found."""
 
     machine: str = ""  # as `facts` names the CPU or GPU; empty where no file was chosen
     measured: str = ""  # date
     how: str = ""
     ceilings: tuple[Ceilings, ...] = ()  # on a CPU one for each number of threads
-    device: Device | None = None  # where it measures; default: what the scale says
     memory_gib: float | None = None  # of the device, for models and KV
     host_memory_gib: float | None = None  # beside one device; a simulated engine's host has all of it free
+
+
+@dataclass(frozen=True)
+class Hardware(Machine):
+    """A file of conf/hardware/. Its first machine is the one that `hardware=` names, which can be simulated elsewhere;
+    the others have the same key, as all CPUs have."""
+
+    device: Device | None = None  # where it measures; default: what the scale says
+    others: tuple[Machine, ...] = ()
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        return (self, *self.others)
 
 
 def _torch() -> Any:

@@ -75,7 +75,9 @@ def _since(run: Path, revision: str) -> str:
     try:
         with TemporaryDirectory() as folder:
             a, b = read(runs.published(path, revision, Path(folder))), read(path)
-        machines = "on DIFFERENT MACHINES, " if wording.device(a.info) != wording.device(b.info) else ""
+        names = dict.fromkeys([a.info.machine, b.info.machine])
+        named = f" ({', then '.join(names)})" if len(names) > 1 else ""
+        machines = f"on DIFFERENT MACHINES{named}, " if wording.device(a.info) != wording.device(b.info) else ""
         return "" if a.rows == b.rows else machines + _counted(_grids(Sheet(a), Sheet(b)))
     except StoreError as error:
         return str(error)

@@ -12,6 +12,7 @@ from typing import Any
 from experiments.lab.config import points
 from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge.metrics import Metric
+from experiments.lab.show import wording
 from experiments.lab.store.result import COMPLETE, Result, RunInfo, run_name, slug
 from experiments.lab.store.rows import Row
 
@@ -38,9 +39,10 @@ def joined(results: Sequence[Result]) -> list[Result]:
     return found
 
 
-def _rest(key: str, result: Result) -> tuple[str, dict[str, str]]:
-    """What runs that differ in this key at most have in common."""
-    return result.info.hardware, {name: value for name, value in result.info.changed.items() if name != key}
+def _rest(key: str, result: Result) -> tuple[str, str, dict[str, str]]:
+    """What runs that differ in this key at most have in common: their machine, too, since one key may have several."""
+    info = result.info
+    return info.hardware, info.machine, {name: value for name, value in info.changed.items() if name != key}
 
 
 def _value(key: str, info: RunInfo) -> Any:
@@ -58,7 +60,7 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
     pairs = [(_value(key, run.info), run) for run in runs]
     if all(isinstance(value, (int, float)) for value, _ in pairs):
         pairs.sort(key=lambda pair: float(pair[0]))
-    first, (_, rest) = pairs[0][1].info, _rest(key, pairs[-1][1])
+    first, (*_, rest) = pairs[0][1].info, _rest(key, pairs[-1][1])
     short = key.rpartition(".")[2].rpartition("/")[2]
 
     def named(value: Any, point: str) -> str:
@@ -125,7 +127,10 @@ def with_beside(results: Sequence[Result]) -> list[Result]:
                 for (process, repeat), value in other.values(their, point, wanted.metric).items()
             ]
             if rows:
-                metric = Metric(f"{wanted.label}, on {other.info.hardware}", theirs.unit, theirs.better)
+                where = other.info.hardware
+                if where == info.hardware and other.info.machine != info.machine:
+                    where = wording.machine(other.info)
+                metric = Metric(f"{wanted.label}, on {where}", theirs.unit, theirs.better)
                 info = replace(info, metrics={**info.metrics, wanted.name: metric})
                 result = replace(result, info=info, rows=(*result.rows, *rows))
         found.append(result)

@@ -15,6 +15,7 @@ from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Provenance, Result, RunInfo
 
 NOTHING = "-"
+CPU = "cpu"  # the hardware key
 _SHORT = {  # what a metric is called where a line has no room
     "ttft": "first token",
     "itl_p50": "median ITL",
@@ -278,6 +279,11 @@ def bound(claim: Claim, info: RunInfo) -> str:
     unit = "x" if claim.bound.is_ratio else f" {info.metrics[claim.metric].unit}".rstrip()
     least = "from" if claim.upper is not None else "at least" if claim.bound.is_floor else "at most"
     return f"{least} {number(claim.value)}{'' if claim.upper is None else f' to {number(claim.upper)}'}{unit}"
+
+
+def machine(info: RunInfo) -> str:
+    """`h200`; `cpu: AMD EPYC 9654`, since all CPUs have one key."""
+    return f"{CPU}: {info.machine}" if info.hardware == CPU else info.hardware
 
 
 def device(info: RunInfo) -> str:

@@ -138,6 +138,11 @@ class RunInfo:
         return "gpu" in self.provenance.device and not self.is_simulated
 
     @property
+    def machine(self) -> str:
+        """The GPU's or the CPU's name: all CPUs have one hardware key."""
+        return str(self.provenance.device["gpu" if self.on_gpu else "cpu"])
+
+    @property
     def processes_due(self) -> int:
         """Of which a result is made: fewer where the experiment asks for fewer itself, or nothing differs in them."""
         asked = self.config.get("measure", {}).get("processes", PROCESSES)
