@@ -125,7 +125,7 @@ def _result(
     spec, axes = experiment.spec, settled.axes
     found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(findings).items()}
     same = {f.name: found[f.name] for f in fields(store.RunInfo) if f.name in found.keys() - {"points", "ceilings"}}
-    said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target")}
+    said = {key: getattr(spec, key) for key in ("question", "plots", "limits", "original", "target", "bounded_by")}
     info = store.RunInfo(
         experiment=name,
         hardware=experiment.hardware_key,

@@ -567,7 +567,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "# On cpu: A demo: chunks",
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
-        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
+        "| 2026-01-01, cpu: A CPU | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
         "> On cpu: **tokens differ from the baseline's**\n",
         "- **Peers**: none ran beside it.\n- **The original project**: +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",
@@ -615,6 +615,10 @@ def test_what_another_experiment_has_measured_stands_beside_it():
     expected = speed.table.values("base", "concurrency=8", "ttft_p50_ms")
     assert found.table.values("new", first, "step_ms") == expected
     assert not found.table.values("base", first, "step_ms")
+    there = replace(speed.info.provenance, device={**speed.info.provenance.device, "cpu": "Another CPU"})
+    elsewhere = replace(speed, info=replace(speed.info, hardware="cpu", provenance=there))
+    labels = [sweeps.with_beside([own, r])[0].info.metrics["step_ms"].label for r in (result("speed"), elsewhere)]
+    assert labels == ["a step, on cpu", "a step, on cpu: Another CPU"], "where the same key is another processor's"
     unfinished = replace(speed, info=replace(speed.info, status="incomplete: interrupted"))
     assert sweeps.with_beside([own, unfinished])[0] == alone
 
@@ -729,6 +733,15 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     assert pages.column(replace(mixed.info, scale="none")) == "kernels", "of no model"
     simulated = one.replace("1.52x", "1.51x")  # of repeats that are alike: the ratio of their medians
     assert lines[-2:] == [f"| demo | cpu | `a=1` | {one} |", f"| demo | simulated-h200 | `a=1` | {simulated} |"]
+
+
+def test_the_index_says_where_one_key_is_several_processors():
+    ours, others = result(**PLAIN), result("other", **PLAIN)
+    there = replace(others.info.provenance, device={**others.info.provenance.device, "cpu": "Another CPU"})
+    others = replace(others, info=replace(others.info, provenance=there))
+    told = "CPUs are A CPU and Another CPU: each page says which one it is about"
+    assert told in pages.index_page([ours, others], [], lambda info: 0)
+    assert "CPUs are" not in pages.index_page([ours], [], lambda info: 0)
 
 
 def test_the_index_warns_of_failed_gates(tmp_path):

@@ -170,3 +170,4 @@ class ExperimentSpec(Checked, section="experiment"):
     limits: tuple[str, ...] = ()  # what the numbers do not say
     original: str = ""  # the original project's figure
     target: str = ""  # the figure to reach or beat
+    bounded_by: str = ""  # what limits the figures, where the page cannot compute it

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 from experiments.lab.config.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show import answer, effects, grids, wording
+from experiments.lab.show import answer, effects, grids, limit, wording
 from experiments.lab.show.answer import badges, flags, sentence
 from experiments.lab.show.details import details, fold
 from experiments.lab.show.figures import gallery, worth
@@ -32,7 +31,7 @@ MARK = "<!-- Made by `python run.py report` from results/: what is written here 
 
 def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since) -> str:
     first = results[0].info
-    limits = dict.fromkeys(limit for r in results for limit in r.info.limits)
+    limits = dict.fromkeys(text for r in results for text in r.info.limits)
     code = dict.fromkeys(path for r in results for path in r.info.code)
     machines = ", ".join(dict.fromkeys(r.info.hardware for r in results))
     parts = [
@@ -46,7 +45,7 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         if len(results) > 1 or result.info.run != "default":
             parts.append(f"## {heading(result.info)}")
         parts += [screen(result, since), *details(result)]
-    parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
+    parts.append(fold("What the numbers do not say", "\n".join(f"- {text}" for text in limits)))
     parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -69,7 +68,7 @@ def screen(result: Result, since: Since) -> str:
         _strip(result, since),
         *(picture.markdown for picture in gallery.of(result).first),
         *(grid.markdown() for grid in grids.errors_of_predictions(result)),
-        "\n".join(f"- {line}" for of in (_not_counted, _power, _beside_others, _of_the_limit) for line in of(result)),
+        "\n".join(f"- {line}" for of in (_not_counted, _power, _beside_others, limit.lines) for line in of(result)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -89,7 +88,7 @@ def _strip(result: Result, since: Since) -> str:
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     lacks = "" if info.status == COMPLETE else ", not all whole"
     facts = {
-        "measured": f"{info.measured}, {info.hardware}",
+        "measured": f"{info.measured}, {wording.machine(info)}",
         "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}{lacks}",
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again, "x") if again else "not measured",
@@ -169,22 +168,6 @@ def _beside_others(result: Result) -> list[str]:
     return [f"**Peers**{told}.", *(f"**{name}**: {text}." for name, text in others.items() if text)]
 
 
-def _of_the_limit(result: Result) -> list[str]:
-    """What the hardware allows, where the first claim's figure was measured."""
-    info = result.info
-    for cell in [effect.cell for effect in effects.of_claims(result)] or info.cells:
-        found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
-        floor, step, *used = (each.median if each else 0.0 for each in found)
-        where = wording.titled(answer.called(cell[0], info), cell[1])
-        if floor and step:
-            needs = f"the hardware needs at least {wording.number(floor)} of the {wording.number(step)} ms of a step"
-            return [f"**Limit**: {needs} ({wording.share(min(1.0, floor / step))}; {where})."]
-        if any(used):
-            most, what = max(zip(used, ("memory bandwidth", "computing power"), strict=True), key=itemgetter(0))
-            return [f"**Limit**: {wording.share(min(1.0, most))} of the {what} is used ({where})."]
-    return []
-
-
 def _named(info: RunInfo, variant: str) -> str:
     """With its version, where it says one: `vLLM 0.23.0, chunks of 512`, `vLLM 0.23.0 fp8`."""
     facts = info.peers.get(variant, ({},))[-1]
@@ -222,11 +205,21 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since,
         "# Reports",
         ABOUT,
         tests,
+        _processors(results),
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _processors(results: Sequence[Result]) -> str:
+    """That CPU figures of different pages may be of different machines; empty where they are of one."""
+    names = sorted({r.info.machine for r in results if r.info.hardware == wording.CPU})
+    told = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else ""
+    return (
+        told and f"CPUs are {told}: each page says which one it is about, and speeds of one are not those of another."
+    )
 
 
 def in_matrix(results: Sequence[Result]) -> list[RunInfo]:

@@ -106,6 +106,7 @@ class RunInfo:
     ceilings: dict[str, Any] | None = None  # what this hardware can do at most, as measured; None: not known
     original: str = ""  # the original project's figure
     target: str = ""  # the figure to reach or beat
+    bounded_by: str = ""  # what limits the figures, where the page cannot compute it
     notes: tuple[str, ...] = ()  # what a reader should know, and what invalidates nothing
     error_gates: tuple[ErrorGate, ...] = ()
     profiles: tuple[StepProfile, ...] = ()

@@ -66,7 +66,10 @@ def published(path: Path, revision: str, folder: Path) -> Path:
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
 # What an experiment says that decides no number; of its claims `asked_differently` knows.
-SHOWN = ("title", "question", "method", "original", "target", "claims", "plots", "block_map", "code", axes.LIMITS)
+SHOWN = (
+    *("title", "question", "method", "original", "target", "bounded_by", "claims", "plots", "block_map", "code"),
+    axes.LIMITS,
+)
 ASKED_DIFFERENTLY = "its claims have changed since"
 
 
