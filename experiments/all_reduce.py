@@ -18,7 +18,6 @@ from experiments.lab.measure.together import ERROR, OverRanks, Rank, RanksSpec, 
 from mini_infer.core.config import Device, ModelConfig
 from mini_infer.kernels.interface import Norm, Part, Stream
 from mini_infer.kernels.ops import TorchKernels
-from mini_infer.parallel.mailboxes import time_us
 
 LIBRARY, OURS = "library", "ours"
 EPS = 1e-6
@@ -42,7 +41,7 @@ class SummingRank(Rank):
         self.about = {"Chosen at start": ours.about}
 
     @torch.inference_mode()
-    def measure(self, variant: str, rows: int) -> dict[str, float | None]:
+    def values(self, variant: str, rows: int) -> dict[str, float | None]:
         """Of a call, on the slowest rank."""
         context, hidden = self.contexts[variant], self._hidden
         norm = Norm(torch.linspace(0.5, 2, hidden, device=self.device, dtype=self.dtype), EPS)
@@ -58,7 +57,7 @@ class SummingRank(Rank):
         expected = TorchKernels().add_rms_norm(Stream(whole, residual.float(), exact))
         error = worst(row_error(x, reference) for x, reference in zip(found, expected, strict=True))
         x = torch.zeros_like(residual)
-        us = time_us(lambda: call(x), self.device, context.exchange)
+        us = self.time_us(lambda: call(x), context)
         return {"time_us": us, ERROR: largest(error, context)}
 
     def _drawn(self, rows: int, seed: int) -> Tensor:

@@ -32,6 +32,7 @@ from experiments.lab.measure import costs, hardware
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, device_seconds, fit, residuals
 from experiments.lab.measure.traces import Served, StepRow, step_rows
+from experiments.lab.measure.witness import Timed, wall_s
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row
@@ -106,6 +107,7 @@ class Calibrate(Experiment):
             errors = logit_gate.gates({VARIANT: self.engine}, self.spec.gate_logit_error)
         engine = LLMEngine(self.engine)
         rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
+        self._outside: dict[str, list[float]] = {name: [] for name in PASSES}  # seconds of each load
         with closing(engine):
             loads = dict.fromkeys(PASSES, self._loads(engine, self.spec.contexts))
             loads[WARM_UP] = self._loads(engine, self.spec.contexts[:1])  # longer ones launch the same kernels
@@ -114,19 +116,29 @@ class Calibrate(Experiment):
                 [(name, partial(self._pass, engine, own, name, rows[name], steps)) for name, own in loads.items()]
             )
         timed = [*rows[FIT], *rows[CHECK]]
-        told = self.told(timed)
+        told = self.told(timed, self._witnessed(timed).problem)
         return Findings(told, status=status, error=error, steps=timed, gates=gates, error_gates=errors)
 
-    def told(self, steps: Sequence[StepRow]) -> list[Row]:
-        """How far a fit to the steps of one pass is from those of the other."""
+    def _witnessed(self, steps: Sequence[StepRow]) -> Timed:
+        """What a fit takes a step of each load to have taken, and what passed outside while they were made."""
+        overlap, loads = self._layout(hardware.resolve(self.device)).overlap, list[tuple[float, float]]()
+        groups = groupby(steps, key=lambda row: (row.variant, row.point))
+        for (_, group), took in zip(groups, [*self._outside[FIT], *self._outside[CHECK]], strict=False):
+            own = list(group)
+            host_s = 0.0 if overlap else sum(row.host_s or 0.0 for row in own)
+            loads.append(((sum(device_seconds(own, overlap)) + host_s) / len(own), took / len(own)))
+        return Timed.of(loads, on_gpu=hardware.resolve(self.device) == "cuda")
+
+    def told(self, steps: Sequence[StepRow], problem: str = "") -> list[Row]:
+        """How far a fit to the steps of one pass is from those of the other. `problem`: why that does not count."""
         return [
-            Row(VARIANT, KINDS[kind].name, 0, name, float(value), metric.unit)
+            Row(VARIANT, KINDS[kind].name, 0, name, float(value), metric.unit, not problem, problem)
             for kind, found in self._fitted(steps)[1].items()
             for (name, metric), value in zip(METRICS.items(), astuple(found), strict=True)
         ]
 
     def finish(self, findings: Findings) -> None:
-        if findings.status == COMPLETE:
+        if findings.status == COMPLETE and all(row.valid for row in findings.rows):
             device, today = hardware.resolve(self.device), datetime.now(timezone.utc).date().isoformat()
             where = hardware.name(device), hardware.device_key(device)
             path = self.save(findings.steps, self._folder, *where, torch.__version__, today)
@@ -193,9 +205,10 @@ class Calibrate(Experiment):
         for load, arrivals in loads.items():
             steps.next(f"{load}, {name}")
             engine.core.reset()
-            records = _serve(engine, arrivals, rng)
+            records, took = _serve(engine, arrivals, rng)
             begin = records[0].start_time if begin is None else begin
             rows += step_rows(name, load, Served((), begin, records[-1].end_time, tuple(records)))
+            self._outside[name].append(took)
 
     def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
         overlap = self._layout(hardware.resolve(self.device)).overlap
@@ -247,8 +260,9 @@ def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> tuple[list[f
     return seconds, launches
 
 
-def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[StepRecord]:
-    records, done = list[StepRecord](), 0
+def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> tuple[list[StepRecord], float]:
+    """Its steps, and the seconds from the first one's start to the last one's end by a clock that knows of none."""
+    records, done, begun = list[StepRecord](), 0, math.inf
     engine.observers.append(records.append)
     waiting = sorted(arrivals, key=lambda arrival: arrival.step)
     prompts = [rng.integers(0, engine.vocab_size, arrival.prompt_tokens).tolist() for arrival in waiting]
@@ -257,11 +271,12 @@ def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Genera
             while waiting and (waiting[0].step <= done or not engine.has_unfinished_requests()):
                 params = SamplingParams(temperature=0, max_tokens=waiting.pop(0).output_tokens, ignore_eos=True)
                 engine.add_request(prompts.pop(0), params, stream=False)
+            begun = min(begun, wall_s())
             engine.step()
             done += 1
     finally:
         engine.observers.remove(records.append)
-    return records
+    return records, wall_s() - begun
 
 
 def _slug(name: str) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 
 import torch
 from omegaconf import DictConfig
@@ -23,6 +24,7 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.case import seconds_of
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.witness import Timed, witnessed
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row, Table
@@ -91,7 +93,7 @@ class CeilingsExperiment(Probe):
         self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None
 
     def finish(self, findings: Findings) -> None:
-        if self._file is not None and findings.status == COMPLETE:
+        if self._file is not None and findings.status == COMPLETE and _all_count(findings.rows):
             ceilings.save(self._file, self.found(findings.rows))
             print(f"hardware {self._file}", file=sys.stderr)
 
@@ -99,7 +101,8 @@ class CeilingsExperiment(Probe):
         torch.manual_seed(self.settings.seed)
         with torch.inference_mode():
             findings = super().measure(steps)
-        return replace(findings, ceilings=self.found(findings.rows).ceilings[-1])
+        found = self.found(findings.rows).ceilings[-1] if _all_count(findings.rows) else None
+        return replace(findings, ceilings=found)
 
     def values(self, variant: str, point: Point) -> dict[str, float]:
         with hardware.torch_threads(self._threads[variant]):
@@ -135,19 +138,25 @@ class CeilingsExperiment(Probe):
             if self.device is Device.cuda and point == self._matrices[-1]:
                 calls = max(1, round(self.spec.sustained_s / seconds))
                 self._pass(product, calls // 4)  # the power rises at first
-                found[_rate(name, SUSTAINED)] = 2 * n**3 * calls / self._pass(product, calls) / 1e12
+                found[_rate(name, SUSTAINED)] = 2 * n**3 / self._fastest(product, calls, passes=1) / 1e12
         return found
 
     def _seconds(self, work: Callable[[], Tensor]) -> float:
         """Of one call, in the fastest pass. A pass is long enough for the clock, and is timed on the device."""
+        self._pass(work, 1)  # the first call of all may compile
         calls = 1
-        while (once := self._pass(work, calls)) < PASS_S:  # the first rounds warm up
+        while (once := self._pass(work, calls)[0]) < PASS_S:  # the first rounds warm up
             calls = max(calls + 1, min(10 * calls, round(1.2 * calls * PASS_S / once)))
-        passes = max(MIN_PASSES, round(TOTAL_S / once))
-        return min(self._pass(work, calls) for _ in range(passes)) / calls
+        return self._fastest(work, calls, max(MIN_PASSES, round(TOTAL_S / once)))
 
-    def _pass(self, work: Callable[[], Tensor], calls: int) -> float:
-        return seconds_of(work, calls, on_gpu=self.device is Device.cuda)
+    def _fastest(self, work: Callable[[], Tensor], calls: int, passes: int) -> float:
+        bursts = [self._pass(work, calls) for _ in range(passes)]
+        timed = Timed.of(bursts, calls, on_gpu=self.device is Device.cuda, typical=min)
+        self.witnessed.append(timed)
+        return timed.us / 1e6
+
+    def _pass(self, work: Callable[[], Tensor], calls: int) -> tuple[float, float]:
+        return witnessed(partial(seconds_of, work, calls, on_gpu=self.device is Device.cuda))
 
     def found(self, rows: Sequence[Row]) -> Hardware:
         """The ceilings that the rows show: the best repeat of each rate."""
@@ -194,6 +203,12 @@ class CeilingsExperiment(Probe):
             link_gb_s={name.removesuffix("_gb_s"): _rounded(best(name, largest)) for name in links},
             threads=self._threads[variant],
         )
+
+
+def _all_count(rows: Sequence[Row]) -> bool:
+    """Whether there is a repeat that counts of everything that was measured."""
+    every, counting = ({(r.variant, r.point, r.metric) for r in own} for own in (rows, [r for r in rows if r.valid]))
+    return every == counting
 
 
 SUSTAINED = "sustained_"

@@ -26,7 +26,6 @@ from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Toke
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
 from mini_infer.parallel.expert_meter import Meter, traffic_of
-from mini_infer.parallel.mailboxes import time_us
 
 ONE = "one"
 FORMS = [form for form in Dispatch if form is not Dispatch.auto]
@@ -69,7 +68,7 @@ class ExchangingRank(Rank):
         self._own = ExpertWeights(gate_up[own.start : own.stop], down[own.start : own.stop])
 
     @torch.inference_mode()
-    def measure(self, variant: str, routing: str, tokens: int) -> dict[str, float | None]:
+    def values(self, variant: str, routing: str, tokens: int) -> dict[str, float | None]:
         """Times of a call, on the slowest rank."""
         spec, context = self._spec, self._context
         count = spec.ranks * tokens
@@ -112,8 +111,7 @@ class ExchangingRank(Rank):
 
     def _time(self, variant: str, call: Callable[[], object]) -> float:
         """In a CUDA graph, where the host need not count."""
-        in_graph = variant in (ONE, Dispatch.direct.value)
-        return time_us(call, self.device, self._context.exchange, in_graph)
+        return self.time_us(call, self._context, in_graph=variant in (ONE, Dispatch.direct.value))
 
     def _drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
         drawn = torch.randn(shape, device=self.device, dtype=self.dtype, generator=self._generator)

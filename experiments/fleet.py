@@ -23,6 +23,7 @@ from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs
 from experiments.lab.measure.simulated import OF_REPLICAS
+from experiments.lab.measure.witness import Timed, cpu_s, witnessed
 from mini_infer.core.config import Device
 from mini_infer.core.limits import Limits
 from mini_infer.core.request import Request
@@ -199,10 +200,16 @@ class Fleet(Probe):
         """Of a router that has seen all of it."""
         prompts = [self._request(case, rng)[0] for _ in range(TIMED_ROUTES)]
         up = range(case.replicas)
-        started = time.process_time()
-        for prompt in prompts:
-            router.end(router.route(router.chain(prompt), 1, up))
-        return 1e6 * (time.process_time() - started) / TIMED_ROUTES
+
+        def routed() -> float:
+            started = time.process_time()
+            for prompt in prompts:
+                router.end(router.route(router.chain(prompt), 1, up))
+            return time.process_time() - started
+
+        timed = Timed.of([witnessed(routed, cpu_s)], TIMED_ROUTES)
+        self.witnessed.append(timed)
+        return timed.us
 
 
 def _homes() -> Homes:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import correlation, linear_regression
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -21,6 +22,7 @@ from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge import stats
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.witness import Timed, wall_s, witnessed
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
@@ -33,10 +35,12 @@ from mini_infer.core.request import Request
 from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 
+Made = TypeVar("Made")
 VARIANT = "engine"
 VOCABULARY = 32_000
 PROMPT = 32  # tokens of a running request's prompt, and up to a block more, so that not all fill a block at once
 WARMUP_STEPS = 50
+ANSWER_S = 60.0  # in which the process of another rank has started
 STEP_S = 0.001  # between two plans that another rank is told: the model's own time
 METRICS = {
     "step_us": Metric("schedule + update, median step", "us", Better.lower),
@@ -97,19 +101,21 @@ class SchedulerOverhead(Probe):
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         ((varied, count),) = point.values.items()
         if varied == "running":
-            times = _timed_steps(self._busy_scheduler(count), self.spec.steps)
+            times = self._timed_steps(self._busy_scheduler(count))
             return {"step_us": stats.median(times), "step_p99_us": stats.percentile(times, 99)}
         if varied == "waiting":
             scheduler = self._busy_scheduler(self.spec.waiting_running)
             for index, prompt in enumerate(self._prompts([PROMPT] * count)):
                 scheduler.add(_request(f"waiting-{index}", prompt, PROMPT + 1))
-            return {"waiting_step_us": stats.median(_timed_steps(scheduler, self.spec.steps))}
+            return {"waiting_step_us": stats.median(self._timed_steps(scheduler))}
         return {"match_us": self._match(count)} if varied == "prompt_tokens" else {"told_us": self._told(count)}
 
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
-        by_running = {running[row.point]: row.value for row in found if row.metric == "step_us"}
+        by_running = {running[row.point]: row.value for row in found if row.metric == "step_us" and row.valid}
         x, y = list(by_running), list(by_running.values())
+        if len(x) < len(running):
+            return []
         slope, r_squared = linear_regression(x, y).slope, correlation(x, y) ** 2
         return [(VARIANT, self._fit, {"us_per_request": slope, "r_squared": r_squared})]
 
@@ -124,40 +130,57 @@ class SchedulerOverhead(Probe):
         while scheduler.num_unfinished:
             _step(scheduler)
         expected = (length - 1) // block * block
-        times = []
-        for index in range(self.spec.matches):
-            request = _request(f"again-{index}", prompt, length + 1)
-            start = time.perf_counter()
-            match = kv.match_prefix(request)
-            times.append(1e6 * (time.perf_counter() - start))
+        requests, calls = [_request(f"again-{i}", prompt, length + 1) for i in range(self.spec.matches)], []
+        for request in requests:
+            (match, took), outside = witnessed(partial(_timed, kv.match_prefix, request))
+            calls.append((took, outside))
             if match.num_tokens != expected:
                 raise RuntimeError(f"a warm cache matched {match.num_tokens} of {expected} tokens")
-        return stats.median(times)
+        return stats.median(self._microseconds(calls))
+
+    def _timed_steps(self, scheduler: Scheduler) -> list[float]:
+        """Microseconds of schedule + update in each step; making up the tokens is not counted."""
+        running, calls = scheduler.num_running, list[tuple[float, float]]()
+        for _ in range(WARMUP_STEPS):
+            _step(scheduler)
+        for _ in range(self.spec.steps):
+            (plan, planning), outside = witnessed(partial(_timed, scheduler.schedule, 0.0))
+            (_, booking), more = witnessed(partial(_timed, scheduler.update, plan, _made_up(plan), 0.0))
+            calls.append((planning + booking, outside + more))
+            if plan.num_rows != running:
+                raise RuntimeError(f"a step had {plan.num_rows} rows where {running} requests were running")
+        return self._microseconds(calls)
+
+    def _microseconds(self, calls: Sequence[tuple[float, float]]) -> list[float]:
+        """That calls took, of which who timed them and a second witness tell the seconds: of the fastest they must be
+        alike, since between two readings of clocks another process may take the core."""
+        self.witnessed.append(Timed.of(calls, typical=min))
+        return [1e6 * told for told, _ in calls]
 
     def _told(self, rows: int) -> float:
         """Microseconds, the median, from the call that tells another rank's process of a step until it has the plan. It
-        looks for plans without sleeping, as ranks do on GPUs."""
-        scheduler, count = self._busy_scheduler(rows), WARMUP_STEPS + self.spec.steps
-        files, (ours, theirs) = RingFiles.create(2), multiprocessing.Pipe()
-        rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files, count, theirs), daemon=True)
+        looks for plans without sleeping, as ranks do on GPUs. The second witness is here, and waits for its report."""
+        scheduler, files, calls = self._busy_scheduler(rows), RingFiles.create(2), list[tuple[float, float]]()
+        rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files,), daemon=True)
         rank.start()
-        theirs.close()  # so that `recv` ends with the process
         ring = PlanRing(files, 0, 2)
         try:
-            ours.recv()  # it is there
-            for _ in range(count):
+            for _ in range(WARMUP_STEPS + self.spec.steps):
                 plan = scheduler.schedule(0.0)
-                until = time.perf_counter() + STEP_S
-                ring.send((plan, time.perf_counter()))
+                begun, start = wall_s(), time.perf_counter()
+                number = ring.send((plan, start))
+                while (told := ring.reported(1, number)) is None:
+                    if time.perf_counter() > start + ANSWER_S:
+                        raise RuntimeError("the other rank's process does not answer")
+                calls.append((1e-9 * told, wall_s() - begun))
                 scheduler.update(plan, _made_up(plan), 0.0)
-                while time.perf_counter() < until:
+                while time.perf_counter() < start + STEP_S:
                     pass
-            times = ours.recv()
         finally:
             rank.kill()
             rank.join()
             files.close()
-        return stats.median(times[WARMUP_STEPS:])
+        return stats.median(self._microseconds(calls[WARMUP_STEPS:]))
 
     def _busy_scheduler(self, running: int) -> Scheduler:
         """A scheduler with exactly `running` requests decoding, and room for all of them to the end."""
@@ -194,31 +217,16 @@ def _step(scheduler: Scheduler) -> None:
     scheduler.update(plan, _made_up(plan), 0.0)
 
 
-def _follow(files: RingFiles, count: int, answers: Any) -> None:
-    """The other rank: says how many microseconds each plan took."""
-    ring = PlanRing(files, 1, 2, awake_s=60.0)
-    answers.send(None)
-    times = []
-    for _ in range(count):
-        _, (_, sent) = ring.receive()
-        times.append(1e6 * (time.perf_counter() - sent))
-    answers.send(times)
+def _timed(work: Callable[..., Made], *arguments: Any) -> tuple[Made, float]:
+    """What it makes, and the seconds that it takes."""
+    start = time.perf_counter()
+    made = work(*arguments)
+    return made, time.perf_counter() - start
 
 
-def _timed_steps(scheduler: Scheduler, count: int) -> list[float]:
-    """Microseconds of schedule + update in each of `count` steps; making up the tokens is not counted."""
-    running = scheduler.num_running
-    for _ in range(WARMUP_STEPS):
-        _step(scheduler)
-    times, clock = [], time.perf_counter
-    for _ in range(count):
-        start = clock()
-        plan = scheduler.schedule(start)
-        planned = clock()
-        result = _made_up(plan)
-        executed = clock()
-        scheduler.update(plan, result, executed)
-        times.append(1e6 * (planned - start + clock() - executed))
-        if plan.num_rows != running:
-            raise RuntimeError(f"a step had {plan.num_rows} rows where {running} requests were running")
-    return times
+def _follow(files: RingFiles) -> None:
+    """The other rank: reports how many nanoseconds each plan took."""
+    ring = PlanRing(files, 1, 2, awake_s=ANSWER_S)
+    while True:
+        number, (_, sent) = ring.receive()
+        ring.report(number, round(1e9 * (time.perf_counter() - sent)))

@@ -21,7 +21,9 @@ from experiments.lab.config.points import Point
 from experiments.lab.config.spec import Count, ExperimentSpec, Positive
 from experiments.lab.experiment import Probe
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import witness
 from experiments.lab.measure.simulated import OF_REPLICAS
+from experiments.lab.measure.witness import Timed, wall_s
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.limits import Limits
 from mini_infer.serving.router import Router
@@ -90,11 +92,13 @@ class SimulatorSpeed(Probe):
         shares = [len(range(cell, count, cells)) for cell in range(cells)]
         gc.collect()
         work = [(spec, self.engine, share, (self.settings.seed, cell)) for cell, share in enumerate(shares)]
-        started = time.perf_counter()
+        begun, started = wall_s(), time.perf_counter()
         with ProcessPoolExecutor(cells, multiprocessing.get_context("fork")) as pool:  # none of them touches torch
             done = list(pool.map(simulate, *zip(*work, strict=True)))
             took = time.perf_counter() - started
+            outside = wall_s() - begun
         cpu_s, requests = sum(cell.cpu_s for cell in done), sum(cell.requests for cell in done)
+        self.witnessed += [Timed.of([(took, outside)]), *(Timed.of([(cell.cpu_s, cell.outside_s)]) for cell in done)]
         hours = spec.simulated_s / 3600
         return {
             "request_us": 1e6 * cpu_s / requests,
@@ -119,6 +123,7 @@ def _named(replicas: int, cells: int) -> str:
 class Cell(NamedTuple):
     requests: int
     cpu_s: float
+    outside_s: float  # the same as the system accounts for it
     grown_mib: float  # at the peak
     late_mib: float  # of these, in the second half of the time
     peak_mib: float  # all of the process's
@@ -136,7 +141,7 @@ def simulate(spec: SpeedSpec, engine: EngineConfig, replicas: int, seed: tuple[i
     gc.disable()  # block pools are long lists, and what has ended is in no cycle: `grown_mib` would show it
     sent = ended = 0
     waited = at_half = 0.0
-    started = time.process_time()
+    begun, started = witness.cpu_s(), time.process_time()
     for due, start, prompt, output in _load(spec, replicas, len(tokens), rng):
         while (request := cluster.advance(due)) is not None:
             ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
@@ -147,10 +152,11 @@ def simulate(spec: SpeedSpec, engine: EngineConfig, replicas: int, seed: tuple[i
     while (request := cluster.advance()) is not None:
         ended, waited = ended + 1, waited + request.token_times[0] - request.arrival_time
     took = time.process_time() - started
+    outside = witness.cpu_s() - begun
     if ended != sent:
         raise RuntimeError(f"{ended} of {sent} requests have ended")
     peak = _peak_mib()
-    return Cell(sent, took, peak - before, peak - (at_half or peak), peak, waited)
+    return Cell(sent, took, outside, peak - before, peak - (at_half or peak), peak, waited)
 
 
 def _load(

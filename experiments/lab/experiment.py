@@ -25,6 +25,7 @@ from experiments.lab.measure.kinds import PeerSettings
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.traces import BlockRow, ExpertRow, GapRow, RequestRow, StepRow
+from experiments.lab.measure.witness import Timed
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
@@ -180,13 +181,17 @@ class Probe(Experiment):
     timed: Sequence[tuple[str, Point]] = ()  # where it is not every variant at every point
     repeat = 0  # the number of the one that is measured
 
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.witnessed: list[Timed] = []  # the times behind the latest values
+
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         """One measurement: metric -> value, None where a sample is too small for it."""
         raise NotImplementedError
 
     def problem(self) -> str:
         """Why the latest of them do not count; empty where they do."""
-        return ""
+        return next(filter(None, (timed.problem for timed in self.witnessed)), "")
 
     def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
         """What follows from all values of a repeat."""
@@ -209,6 +214,7 @@ class Probe(Experiment):
             label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
             steps.next(f"{label}{point.name}, {name}")
             gc.collect()
+            self.witnessed = []
             values = self.values(variant, point)
             if values:  # else nothing has run
                 watch.look()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from experiments.lab.kernels.case import Case, Timed, Timer, VariantAbsent, copies_needed, prepare, worst
+from experiments.lab.kernels.case import Case, Timer, VariantAbsent, copies_needed, prepare, worst
 from experiments.lab.measure.kinds import PeerAbsent, ProcessSettings
+from experiments.lab.measure.witness import Timed
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig

@@ -12,13 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.lab.judge import stats
+from experiments.lab.measure.witness import Timed, witnessed
 from mini_infer.core.errors import ConfigError, MiniInferError
 
 
@@ -138,25 +139,6 @@ ROTATED = 2  # times the last cache is what all inputs together are larger than
 CPU_CACHE = 64 * 2**20
 MAX_COPIES = 512
 MAX_CALLS = 2048  # of one graph
-OUTSIDE_SHARE, OUTSIDE_US = 0.2, 150.0  # of the calls between two events, and more: what the host adds to begin and end
-CLOCKS = 0.02  # of it: the GPU's clock and the host's
-
-
-class Timed(NamedTuple):
-    """Medians over bursts of calls."""
-
-    us: float  # a call, as told by who times
-    outside_us: float  # likewise by the host's clock around it, a second witness
-    calls: int  # of a burst
-
-    @property
-    def problem(self) -> str:
-        """Why the time does not count; empty where it does."""
-        most = (1 + OUTSIDE_SHARE) * self.us + OUTSIDE_US / self.calls
-        if (1 - CLOCKS) * self.us <= self.outside_us <= most:
-            return ""
-        burst, outside = (1e-3 * self.calls * us for us in (self.us, self.outside_us))
-        return f"{self.calls} calls are said to take {burst:.3g} ms, and by the host's clock they took {outside:.3g} ms"
 
 
 @dataclass(frozen=True)
@@ -196,14 +178,10 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
         graph.replay()
         again = graph.replay
 
+    timer = partial(seconds_of, again, 1, on_gpu)
+
     def sample() -> Timed:
-        told, outside = list[float](), list[float]()
-        for _ in range(SAMPLES):
-            start = time.perf_counter()
-            told.append(seconds_of(again, 1, on_gpu))
-            outside.append(time.perf_counter() - start)
-        us, outside_us = (1e6 * stats.median(own) / calls for own in (told, outside))
-        return Timed(us, outside_us, calls)
+        return Timed.of([witnessed(timer) for _ in range(SAMPLES)], calls, on_gpu=on_gpu)
 
     return Timer(sample, captured, implementation)
 

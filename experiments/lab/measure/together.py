@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from experiments.lab.experiment import Findings, Probe
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import ProcessSettings
+from experiments.lab.measure.witness import Timed, wall_s
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.show.progress import Steps
 from mini_infer.core.config import Device, DType, EngineConfig, KernelChoice, ModelConfig
@@ -26,6 +27,8 @@ from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.parallel.all_reduce import Collectives, join_store, listen, open_store
 from mini_infer.parallel.context import ParallelContext
+from mini_infer.parallel.mailboxes import time_us
+from mini_infer.parallel.peer_memory import Exchange
 
 LIMIT_S = 300.0  # of a variant at a point
 ERROR = "error"  # of the worst row on the worst rank, among the metrics
@@ -43,7 +46,7 @@ class Rank:
 
     about: Mapping[str, str] = {}  # what it chose, for the page
     # Of a variant and a point's settings, by name: metrics and ERROR, the same on all ranks, which are asked the same.
-    measure: Callable[..., dict[str, float | None]]
+    values: Callable[..., dict[str, float | None]]
 
     def __init__(self, rank: int, store: Store, model: ModelConfig, spec: RanksSpec, *names: str) -> None:
         one = ParallelContext(rank, spec.ranks)
@@ -55,6 +58,40 @@ class Rank:
             name: replace(one, collectives=Collectives(PrefixStore(name, store), rank, spec.ranks, self.device))
             for name in names
         }
+
+    def measure(self, **asked: Any) -> tuple[dict[str, float | None], list[Timed]]:
+        """And the times behind the values."""
+        self._witnessed: list[Timed] = []
+        return self.values(**asked), self._witnessed
+
+    def time_us(self, call: Callable[[], object], context: ParallelContext, in_graph: bool = True) -> float:
+        """Of a call, on the slowest rank."""
+        heard, beside = _Heard(call, context.exchange), int(self.device.type == "cuda")
+        us = time_us(heard.call, self.device, heard.exchange, in_graph)
+        burst = max(heard.calls) - beside
+        outside_us = 1e6 * largest(min(heard.seconds[1:]), context) / burst
+        self._witnessed.append(Timed(us, outside_us, burst, bool(beside), beside))
+        return us
+
+
+class _Heard:
+    """Calls and seconds between two moments at which ranks wait for each other. Before the first is what is compiled
+    and captured; between others lies a burst, on a GPU with a call ahead of it."""
+
+    def __init__(self, call: Callable[[], object], exchange: Exchange) -> None:
+        self.calls, self.seconds, self._call, self._exchange = [0], list[float](), call, exchange
+        self._began = wall_s()
+
+    def call(self) -> object:
+        self.calls[-1] += 1
+        return self._call()
+
+    def exchange(self, told: Sequence[int]) -> list[list[int]]:
+        self.seconds.append(wall_s() - self._began)
+        self.calls.append(0)
+        found = self._exchange(told)
+        self._began = wall_s()
+        return found
 
 
 class OverRanks(Probe):
@@ -86,7 +123,7 @@ class OverRanks(Probe):
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
         asked = {"variant": self.of_arm(variant), **point.values}
-        found = ask_all(self._ranks, "measure", "measure", [asked] * len(self._ranks))[0]
+        found, self.witnessed = ask_all(self._ranks, "measure", "measure", [asked] * len(self._ranks))[0]
         error = found.pop(ERROR)
         assert error is not None
         if variant != self.aa:
@@ -95,9 +132,9 @@ class OverRanks(Probe):
         return found
 
 
-def largest(error: float, context: ParallelContext) -> float:
+def largest(own: float, context: ParallelContext) -> float:
     """Of all ranks'."""
-    told = round(error * 1e9) if math.isfinite(error) else 2**62
+    told = round(own * 1e9) if math.isfinite(own) else 2**62
     return max(number for (number,) in context.exchange([told])) / 1e9
 
 
