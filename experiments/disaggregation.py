@@ -32,6 +32,7 @@ from experiments.lab.measure.engine_processes import EngineProcesses, PeerReplic
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.simulated import drive
 from experiments.lab.measure.traces import RequestRow, RequestTrace, Served, request_rows
+from experiments.lab.measure.witness import Timed
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.result import SIMULATED
 from experiments.lab.store.rows import ABSENT, Row
@@ -226,7 +227,7 @@ class Disaggregation(Probe):
     def problem(self) -> str:
         if self._reason or not all(request.tells_tokens for request in self._served.requests):  # of simulated ones
             return self._reason
-        return validity.problem(Evidence(self._served, self._vocabulary))
+        return super().problem() or validity.problem(Evidence(self._served, self._vocabulary))
 
     def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
         """The knees of the loads; none where a rate's pass does not count, or even the lowest is too high."""
@@ -243,7 +244,11 @@ class Disaggregation(Probe):
 
     async def _alone(self, engine: AsyncEngine, variant: str, length: int) -> dict[str, float | None]:
         """Prompts one after the other, the first of which warms up."""
-        answers = [await ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
+        told = [await _seen(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
+        answers, on_gpu = [answer for answer, _ in told], hardware.resolve(self.device) == "cuda"
+        latencies = [(answer.e2e or 0.0, seconds) for answer, seconds in told]
+        parts = [(sum(answer.spans.get(name, 0.0) for name in SPLIT), answer.ttft or 0.0) for answer in answers]
+        self.witnessed = [Timed.of(each, on_gpu=on_gpu) for each in (latencies, parts)]
         self._served, self._reason = as_served(answers), _unmoved(variant, answers)
         ttft = _ttft(answers)
         split = [answer.spans for answer in answers if "transfer" in answer.spans]
@@ -270,12 +275,7 @@ class Disaggregation(Probe):
         before = _moved(engine)
         await asyncio.sleep(0.5 if streams else 0)
         start = time.perf_counter()
-
-        async def outside(prompt: list[int], length: int, due: float) -> tuple[RequestTrace, float]:
-            answer = await ask(engine, prompt, length, start + due)
-            return answer, time.perf_counter() - start - due  # in flight, by a clock that knows nothing of tokens
-
-        told = await asyncio.gather(*(outside(*each) for each in asked))
+        told = await asyncio.gather(*(_seen(engine, prompt, length, start + due) for prompt, length, due in asked))
         took = time.perf_counter() - start - min(due for *_, due in asked)
         answers = [answer for answer, _ in told]
         self._reason = _unmoved(variant, answers)
@@ -390,6 +390,15 @@ async def _answers(engine: AsyncEngine, questions: Sequence[Question]) -> list[R
     names = ("temperature", "top_p", "top_k", "seed")
     asked = [(prompt, p.max_tokens or 0, {name: getattr(p, name) for name in names}) for prompt, p in questions]
     return await asyncio.gather(*(ask(engine, prompt, length, **drawn) for prompt, length, drawn in asked))
+
+
+async def _seen(
+    engine: AsyncEngine, prompt: list[int], length: int, due: float | None = None
+) -> tuple[RequestTrace, float]:
+    """And the seconds that it was in flight, by a clock that knows nothing of tokens."""
+    begun = time.perf_counter() if due is None else due
+    answer = await ask(engine, prompt, length, due)
+    return answer, time.perf_counter() - begun
 
 
 def _unmoved(variant: str, answers: Sequence[RequestTrace]) -> str:

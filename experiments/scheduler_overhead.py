@@ -40,7 +40,6 @@ VARIANT = "engine"
 VOCABULARY = 32_000
 PROMPT = 32  # tokens of a running request's prompt, and up to a block more, so that not all fill a block at once
 WARMUP_STEPS = 50
-ANSWER_S = 60.0  # in which the process of another rank has started
 STEP_S = 0.001  # between two plans that another rank is told: the model's own time
 METRICS = {
     "step_us": Metric("schedule + update, median step", "us", Better.lower),
@@ -130,8 +129,9 @@ class SchedulerOverhead(Probe):
         while scheduler.num_unfinished:
             _step(scheduler)
         expected = (length - 1) // block * block
-        requests, calls = [_request(f"again-{i}", prompt, length + 1) for i in range(self.spec.matches)], []
-        for request in requests:
+        calls = []
+        for index in range(self.spec.matches):
+            request = _request(f"again-{index}", prompt, length + 1)
             (match, took), outside = witnessed(partial(_timed, kv.match_prefix, request))
             calls.append((took, outside))
             if match.num_tokens != expected:
@@ -152,30 +152,29 @@ class SchedulerOverhead(Probe):
         return self._microseconds(calls)
 
     def _microseconds(self, calls: Sequence[tuple[float, float]]) -> list[float]:
-        """That calls took, of which who timed them and a second witness tell the seconds: of the fastest they must be
-        alike, since between two readings of clocks another process may take the core."""
-        self.witnessed.append(Timed.of(calls, typical=min))
+        """That calls took, of which who timed them and a second witness tell the seconds."""
+        self.witnessed.append(Timed.of(calls))
         return [1e6 * told for told, _ in calls]
 
     def _told(self, rows: int) -> float:
         """Microseconds, the median, from the call that tells another rank's process of a step until it has the plan. It
-        looks for plans without sleeping, as ranks do on GPUs. The second witness is here, and waits for its report."""
-        scheduler, files, calls = self._busy_scheduler(rows), RingFiles.create(2), list[tuple[float, float]]()
-        rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files,), daemon=True)
+        looks for plans without sleeping, as ranks do on GPUs."""
+        scheduler, count = self._busy_scheduler(rows), WARMUP_STEPS + self.spec.steps
+        files, (ours, theirs) = RingFiles.create(2), multiprocessing.Pipe()
+        rank = multiprocessing.get_context("fork").Process(target=_follow, args=(files, count, theirs), daemon=True)
         rank.start()
+        theirs.close()  # so that `recv` ends with the process
         ring = PlanRing(files, 0, 2)
         try:
-            for _ in range(WARMUP_STEPS + self.spec.steps):
+            ours.recv()  # it is there
+            for _ in range(count):
                 plan = scheduler.schedule(0.0)
-                begun, start = wall_s(), time.perf_counter()
-                number = ring.send((plan, start))
-                while (told := ring.reported(1, number)) is None:
-                    if time.perf_counter() > start + ANSWER_S:
-                        raise RuntimeError("the other rank's process does not answer")
-                calls.append((1e-9 * told, wall_s() - begun))
+                until = time.perf_counter() + STEP_S
+                ring.send((plan, (wall_s(), time.perf_counter())))
                 scheduler.update(plan, _made_up(plan), 0.0)
-                while time.perf_counter() < start + STEP_S:
+                while time.perf_counter() < until:
                     pass
+            calls = ours.recv()
         finally:
             rank.kill()
             rank.join()
@@ -224,9 +223,12 @@ def _timed(work: Callable[..., Made], *arguments: Any) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-def _follow(files: RingFiles) -> None:
-    """The other rank: reports how many nanoseconds each plan took."""
-    ring = PlanRing(files, 1, 2, awake_s=ANSWER_S)
-    while True:
-        number, (_, sent) = ring.receive()
-        ring.report(number, round(1e9 * (time.perf_counter() - sent)))
+def _follow(files: RingFiles, count: int, answers: Any) -> None:
+    """The other rank: says how many seconds each plan took, and so does a second witness."""
+    ring = PlanRing(files, 1, 2, awake_s=60.0)
+    answers.send(None)
+    calls = []
+    for _ in range(count):
+        _, (_, (begun, sent)) = ring.receive()
+        calls.append((time.perf_counter() - sent, wall_s() - begun))
+    answers.send(calls)
