@@ -24,6 +24,7 @@ from experiments.kernels import KernelSweep
 from experiments.lab.config.axes import CONF
 from experiments.lab.judge.marks import OF_TIME
 from experiments.lab.kernels import case
+from experiments.lab.measure.together import Heard
 from experiments.lab.measure.traces import RequestTrace
 from experiments.lab.measure.witness import Timed
 from experiments.quantization import Quantization
@@ -93,6 +94,7 @@ def test_a_timer_that_tells_another_time_is_found(rows_of, monkeypatch, cls, mod
     assert all("said to take" in row.reason and "by the host's clock" in row.reason for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", SMALL)
 def test_a_sound_timer_is_not_suspected(rows_of, cls):
     """30 times: an alarm is a sample that is marked, not a run that ends."""
@@ -198,6 +200,26 @@ def test_calls_ahead_of_a_burst_are_in_what_passes_outside():
     assert not Timed(100.0, 125.0, 4, on_gpu=True, beside=1).problem
     assert Timed(100.0, 190.0, 4, on_gpu=True, beside=1).problem
     assert Timed(170.0, 125.0, 4, on_gpu=True, beside=1).problem
+
+
+@pytest.mark.parametrize(("captured", "replayed"), [(9, 0), (0, 8)])
+def test_on_a_gpu_a_burst_is_heard_from_when_the_call_ahead_of_it_was_launched(captured, replayed):
+    """Of calls in a graph, which are captured and then launched as one, and of others."""
+    heard = Heard(lambda: time.sleep(0.02 * launches), lambda told: [[0]], ahead=1)
+    launches = False
+    for _ in range(captured + 1):  # the first one compiles
+        heard.call()
+    for _ in range(3):
+        heard.exchange([])
+        launches = True
+        heard.call()
+        launches = False
+        for _ in range(replayed):
+            heard.call()
+        time.sleep(0.005)
+    heard.exchange([7])
+    assert heard.burst == max(captured, replayed)
+    assert 0.005 <= heard.fastest_s < 0.02
 
 
 def test_a_call_that_was_interrupted_is_no_reason_to_suspect_the_others():

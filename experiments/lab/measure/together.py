@@ -66,29 +66,42 @@ class Rank:
 
     def time_us(self, call: Callable[[], object], context: ParallelContext, in_graph: bool = True) -> float:
         """Of a call, on the slowest rank."""
-        heard, beside = _Heard(call, context.exchange), int(self.device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        heard = Heard(call, context.exchange, ahead=int(on_gpu))
         us = time_us(heard.call, self.device, heard.exchange, in_graph)
-        burst = max(heard.calls) - beside
-        outside_us = 1e6 * largest(min(heard.seconds[1:]), context) / burst
-        self._witnessed.append(Timed(us, outside_us, burst, bool(beside), beside))
+        outside_us = 1e6 * largest(heard.fastest_s, context) / heard.burst
+        self._witnessed.append(Timed(us, outside_us, heard.burst, on_gpu, heard.ahead))
         return us
 
 
-class _Heard:
-    """Calls and seconds between two moments at which ranks wait for each other. Before the first is what is compiled
-    and captured; between others lies a burst, on a GPU with a call ahead of it."""
+class Heard:
+    """Calls and seconds between two moments at which ranks wait for each other. Before the first of them is what is
+    compiled and captured; between others a burst. Where one call goes `ahead` of it, a burst is heard from when that
+    one was launched, which takes the host longer than a short call takes the device."""
 
-    def __init__(self, call: Callable[[], object], exchange: Exchange) -> None:
-        self.calls, self.seconds, self._call, self._exchange = [0], list[float](), call, exchange
-        self._began = wall_s()
+    def __init__(self, call: Callable[[], object], exchange: Exchange, ahead: int) -> None:
+        self.ahead, self._call, self._exchange = ahead, call, exchange
+        self._calls, self._seconds, self._began = [0], list[float](), wall_s()
+
+    @property
+    def burst(self) -> int:
+        """Calls; of those in a graph, when it was captured."""
+        return max(self._calls) - self.ahead
+
+    @property
+    def fastest_s(self) -> float:
+        return min(self._seconds[1:])
 
     def call(self) -> object:
-        self.calls[-1] += 1
-        return self._call()
+        made = self._call()
+        self._calls[-1] += 1
+        if self._calls[-1] == self.ahead:
+            self._began = wall_s()
+        return made
 
     def exchange(self, told: Sequence[int]) -> list[list[int]]:
-        self.seconds.append(wall_s() - self._began)
-        self.calls.append(0)
+        self._seconds.append(wall_s() - self._began)
+        self._calls.append(0)
         found = self._exchange(told)
         self._began = wall_s()
         return found
