@@ -50,11 +50,14 @@ def told(result, variant="base"):
     ("planted", "shown"),
     [
         ([25, 30, 35], "20 [20, 40]"),  # the same rates in every repeat: as wide as the step between them
-        ([25, 99, 35], "20 [9.32, ∞]"),
+        ([25, 99, 35], "20 [10, ∞]"),  # what is open ends nowhere; else the rates that were searched are all there is
         ([25, 99, 99], "> 40 [11.7, ∞]"),
         ([99, 99, 99], "> 40 [40, ∞]"),
-        ([25, 5, 35], "20 [0, 184]"),
-        ([5, 5, 35], "< 10 [0, 116]"),
+        ([25, 5, 35], "20 [0, 40]"),
+        ([5, 5, 35], "< 10 [0, 40]"),
+        ([15, 25, 35], "20 [10, 40]"),
+        ([15, 25], "10 and 20"),  # two searches, both told: of two values an interval is wide by chance
+        ([15, 99], "> 25 [10, ∞]"),  # nobody knows both
         ([5, 5, 5], "< 10 [0, 10]"),
         ([99], "> 40"),
         ([25], "20"),
@@ -96,6 +99,33 @@ def test_a_ratio_is_as_open_as_the_rates_leave_it_and_there_is_none_to_a_knee_ou
 def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdict):
     claim = Claim("slo_rate_rps", "base", "search", bound, value)
     assert searched(planted, planted, claims=(claim,)).judgements[0].verdict is verdict
+
+
+def test_no_interval_of_knees_leaves_the_range_that_was_searched():
+    """Rates of it that no search has visited are of it, too; above its end it goes on by doublings."""
+    search = {"low_per_s": 9, "high_per_s": 41}
+    for more, ends in (({}, (9, 41)), ({"doublings": 1}, (9, 82)), ({"doublings": 2}, (9, 85.8))):
+        config = {"experiment": {"search": {"share": 0.9, **search, **more}}}
+        found = searched([15, 25, 35], [15, 25, 35], config=config).estimate("base", "search", "slo_rate_rps")
+        assert (found.low, found.high) == pytest.approx(ends, abs=0.1), more
+        assert found.uncut == pytest.approx((5.9, 85.8), abs=0.1), "by which claims are judged"
+
+
+def test_a_ratio_of_knees_is_no_wider_than_the_range_and_two_are_told():
+    result = searched([15, 25, 35], [35, 25, 15])
+    found = result.ratio(("new", "search"), ("base", "search"), "slo_rate_rps")
+    assert (found.low, found.high) == (0.25, 4), "the lowest rate over the highest, and the other way round"
+    assert found.uncut[0] < 0.25
+    result = searched([15, 25], [35, 15])
+    assert wording.interval(result.ratio(("new", "search"), ("base", "search"), "slo_rate_rps"), "x") == "0.500x and 2x"
+
+
+@pytest.mark.parametrize(("bound", "value"), [(Bound.at_least, 10), (Bound.at_most, 40)])
+def test_where_the_range_ends_shows_nothing_of_a_bound_there(bound, value):
+    """Three searches that ended inside of it do not show that every one would."""
+    claim = Claim("slo_rate_rps", "base", "search", bound, value)
+    (judged,) = searched([15, 25, 35], [15, 25, 35], claims=(claim,)).judgements
+    assert (judged.estimate.low, judged.estimate.high, judged.verdict) == (10, 40, Verdict.inconclusive)
 
 
 @pytest.mark.parametrize(

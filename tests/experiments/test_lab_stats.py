@@ -1,5 +1,7 @@
 """Statistics against known values."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -171,7 +173,10 @@ def test_two_values_are_known_where_an_interval_rests_on_them():
     assert stats.absolute(by_turn([2.0, 3.0], [9.0, 9.0])).both == (2.5, 9.0)
     assert stats.ratio(by_turn([9.0, 2.0, 3.0]), by_turn([1.0] * 3)).both == ()
     knees, alike = by_turn([stats.Kept(2.0, 4.0), stats.Kept(40.0, 80.0)]), by_turn([stats.Kept(2.0, 4.0)] * 2)
-    assert stats.absolute(knees).both == stats.ratio(knees, alike).both == (), "their interval is of rates that missed"
+    assert stats.absolute(knees).both == (2.0, 40.0), "of knees the rates that were kept"
+    assert stats.ratio(knees, alike).both == (1.0, 20.0)
+    outside = by_turn([stats.Kept(2.0, 4.0), stats.Kept(40.0, math.inf)])
+    assert stats.absolute(outside).both == (), "of which one is not known"
 
 
 def test_a_ratio_takes_the_pairs_that_there_are():

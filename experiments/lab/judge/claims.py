@@ -151,13 +151,13 @@ def judge(
             return inconclusive(None, "the knee lies outside of the searched range, which tells no ratio")
         absent = [f"not measured, because {cell[0]} is absent" for cell in cells if cell in table.absent]
         return inconclusive(None, (absent or ["no valid measurement"])[0])
-    if found.low is None or found.high is None:
+    if found.judged is None:
         return inconclusive(found, "one repeat has no interval")
     if of_several and found.processes == 1 and not claim.bound.is_ratio:
         return inconclusive(found, "one process does not tell what varies between processes")
-    least, most = claim.limits
-    if found.high < least or found.low > most:
+    (least, most), (low, high) = claim.limits, found.judged
+    if high < least or low > most:
         return Judgement(claim, Verdict.refuted, found)
-    if least <= found.low and found.high <= most:
+    if least <= low and high <= most:
         return Judgement(claim, Verdict.supported, found)
     return inconclusive(found, f"the interval holds {'a' if claim.upper else 'the'} bound")

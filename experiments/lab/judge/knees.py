@@ -57,7 +57,10 @@ def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], conf
     What is at other points than `points`, as a figure has some of them, stays as it is."""
     if not any(row.metric == FOUND and row.point in points for row in rows):
         return list(rows)
-    least = share(config)
+    least, asked = share(config), config.get("experiment", {}).get("search") or {}
+    # A run keeps the points that its searches have visited; where their range ends stands in its config alone.
+    times = {"low_per_s": 1, "high_per_s": 2 ** asked.get("doublings", 0)}
+    ends = [asked[key] * factor for key, factor in times.items() if asked.get(key)]
     passes = defaultdict[tuple[str, Turn], list[Row]](list)
     for row in rows:
         if row.metric == KEPT and row.valid and PASS in row.point and row.point in points:
@@ -70,7 +73,10 @@ def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], conf
         own = [row for row in passes[found.variant, (found.process, found.repeat)] if at <= points[row.point].items()]
         kept = [points[row.point][RATE] for row in own if row.value >= least]
         missed = [points[row.point][RATE] for row in own if row.value < least]
-        value = Kept(max(kept, default=0.0), min(missed, default=math.inf))
-        return replace(found, value=value, valid=True, reason="") if own else found
+        rates = [*ends, *kept, *missed]
+        if not own:
+            return found
+        value = Kept(max(kept, default=0.0), min(missed, default=math.inf), (min(rates), max(rates)))
+        return replace(found, value=value, valid=True, reason="")
 
     return [knee(row) for row in rows]

@@ -36,34 +36,41 @@ class Estimate:
     processes: int = 1  # that the values come from
     beyond: str = ""  # "> " or "< " of a knee that lies outside of the searched range, of which `median` is the end
     both: tuple[float, ...] = ()  # the values that it rests on, where they are two: an interval is wide then
+    uncut: tuple[float, float] | None = None  # of knees: the interval beyond the rates that were searched
+
+    @property
+    def judged(self) -> tuple[float, float] | None:
+        """The ends by which anything is shown: where the searched range ends, an interval that went on shows nothing."""
+        return self.uncut or (None if self.low is None or self.high is None else (self.low, self.high))
 
     def spans(self, times: float) -> bool:
         """Whether the interval reaches from its lower end to more than so many times it."""
-        return self.low is not None and self.high is not None and self.high > times * self.low
+        return self.judged is not None and self.judged[1] > times * self.judged[0]
 
     @property
     def told(self) -> int:
         """Of a ratio: 1 where the whole interval lies above 1, -1 where it lies below, 0 where nothing is shown."""
-        if self.low is None or self.high is None:
-            return 0
-        return 1 if self.low > 1 else -1 if self.high < 1 else 0
+        low, high = self.judged or (1.0, 1.0)
+        return 1 if low > 1 else -1 if high < 1 else 0
 
     def apart_from(self, other: Estimate) -> bool:
         """Whether the two intervals have no more than an end in common."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
+        if self.judged is None or other.judged is None:
             return False
-        return max(self.low, other.low) >= min(self.high, other.high)
+        return max(self.judged[0], other.judged[0]) >= min(self.judged[1], other.judged[1])
 
 
 class Kept(float):
     """The highest rate at which a search saw its promise kept, 0 where even the lowest rate missed it. The knee lies
-    between it and `missed`, the lowest rate that missed it; infinity where even the highest rate kept it."""
+    between it and `missed`, the lowest rate that missed it; infinity where even the highest rate kept it. `searched`
+    are the ends of the range: what a search can find is one of its rates, or that the knee lies outside."""
 
     missed: float
+    searched: tuple[float, float]
 
-    def __new__(cls, kept: float, missed: float) -> Kept:
+    def __new__(cls, kept: float, missed: float, searched: tuple[float, float] = (0.0, math.inf)) -> Kept:
         knee = super().__new__(cls, kept)
-        knee.missed = missed
+        knee.missed, knee.searched = missed, searched
         return knee
 
     @property
@@ -114,14 +121,19 @@ def t_quantile(freedom: int) -> float:
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     """The median of the processes' medians, with the interval of what varies between them, or between the repeats of
-    one. That of values none of which is below 0 is not either, and that of a share stays below 1, too; that of knees
-    reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of the range."""
+    one. That of values none of which is below 0 is not either, and that of a share stays below 1, too.
+
+    That of knees reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of
+    the range. A knee that was found is one of the rates of a grid, so no interval tells more of it than the searched
+    range: its ends are cut there. What is judged by it is judged by `uncut`, as few searches do not show that another
+    one would end inside of the range."""
     found = estimate(independent(values))
     if _knees(values):  # from the rates that were kept up to those that were missed
         missed = independent(_missed(values))
         if found.low is not None:
             high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
-            found = replace(found, low=found.low if min(independent(values)) > 0 else 0.0, high=high, both=())
+            low = found.low if min(independent(values)) > 0 else 0.0
+            found = _cut(replace(found, low=low, high=high, both=found.both if in_range(values) else ()), values, {})
         end = float(median(missed))
         beyond = {"median": end, "beyond": "< "} if found.median == 0 else {"beyond": "> " if math.isinf(end) else ""}
         found = replace(found, **beyond)
@@ -214,11 +226,30 @@ def _between_knees(
     values: Mapping[Turn, float],
     baseline: Mapping[Turn, float],
 ) -> Estimate:
-    """`of` both; of knees, with the interval from the least that their rates allow to the most."""
+    """`of` both; of knees, with the interval from the least that their rates allow to the most, cut at the ends of what
+    the searched ranges can give: from the lowest rate over the baseline's highest to the highest over its lowest."""
     found = of(values, baseline)
     if not _knees(values):
         return found
-    return replace(found, low=of(values, _missed(baseline)).low, high=of(_missed(values), baseline).high, both=())
+    low, high = of(values, _missed(baseline)).low, of(_missed(values), baseline).high
+    return _cut(replace(found, low=low, high=high), values, baseline)
+
+
+def _cut(found: Estimate, values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
+    """Without what lies beyond the ends of the searched range; an end that is open, or 0, stays so."""
+    if found.low is None or found.high is None:
+        return found
+    (lowest, highest), (least, most) = _searched(values), _searched(baseline) if baseline else (1.0, 1.0)
+    low = max(found.low, lowest / most) if found.low > 0 else 0.0
+    high = min(found.high, highest / least if least else math.inf) if math.isfinite(found.high) else math.inf
+    uncut = (found.low, found.high)
+    return found if uncut == (low, high) else replace(found, low=low, high=high, uncut=uncut)
+
+
+def _searched(values: Mapping[Turn, float]) -> tuple[float, float]:
+    """The ends of the range of rates in which knees were searched; all numbers above 0 of what is none."""
+    ends = [knee.searched for knee in _knees(values)] or [(0.0, math.inf)]
+    return min(low for low, _ in ends), max(high for _, high in ends)
 
 
 def independent(values: Mapping[Turn, float]) -> list[float]:

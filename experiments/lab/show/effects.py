@@ -55,6 +55,7 @@ class Effect:
         found, own, unit = self.ratio, self.own, self.target
         if self.reference is None and own is not None and unit and own.median > 0:
             found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n, own.processes)
+            found = replace(found, uncut=own.uncut and (own.uncut[0] / unit, own.uncut[1] / unit))
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
         both = () if 0 in found.both else tuple(1 / value for value in reversed(found.both))
