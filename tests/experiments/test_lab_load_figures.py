@@ -1,8 +1,9 @@
 """Figures of how load is borne: goodput, throughput against latency, and how long requests and tokens waited."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 
+import numpy as np
 import pytest
 from made_up import METRICS, engine_steps, requests, result
 from test_lab_figures import names, rows
@@ -13,8 +14,8 @@ from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.traces import GapRow, RequestTrace, Served, gap_rows
 from experiments.lab.show import wording
-from experiments.lab.show.figures import gallery, load
-from experiments.lab.store.rows import to_csv
+from experiments.lab.show.figures import frame, gallery, load
+from experiments.lab.store.rows import Row, to_csv
 
 pytestmark = pytest.mark.slow  # some seconds together
 
@@ -81,6 +82,47 @@ def test_throughput_against_latency_is_a_curve_of_those_in_flight():
     assert load.pareto_of(replace(given, info=replace(given.info, points=talks))) is not None
     apart = {name: {**s, "workload.seed": n} for n, (name, s) in enumerate(given.info.points.items())}
     assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
+
+
+def curves(*variants):
+    """A curve a variant through the same three settings: (milliseconds, tokens per second) of each."""
+    metrics = {"itl_p50_ms": Metric("inter-token latency", "ms", Better.lower), **METRICS}
+    names = {"itl_p50_ms": 0, "output_tokens_per_s": 1}
+    points = {f"count={count}": {"workload.count": count} for count in (1, 64, 256)}
+    found = [
+        Row(f"v{index}", name, repeat, metric, at[place], "")
+        for index, own in enumerate(variants)
+        for name, at in zip(points, own, strict=True)
+        for metric, place in names.items()
+        for repeat in range(2)
+    ]
+    labels = {f"v{index}": f"variant {index}" for index in range(len(variants))}
+    return result(metrics=metrics, points=points, rows=found, variants=labels, baseline="v0", claims=(), gates=[])
+
+
+def placed(given):
+    """Texts of points with their boxes, and where the curves' points are: in pixels of the figure as it is written."""
+    (picture,) = (each for each in gallery.of(given).others if each.name == "pareto")
+    figure = picture.draw()
+    frame.png(figure, "demo")
+    (ax,) = figure.axes
+    marks = [ax.transData.transform(each.lines[0].get_xydata()) for each in ax.containers]
+    return ax, [(text.get_text(), text.get_window_extent()) for text in ax.texts], np.concatenate(marks)
+
+
+@pytest.mark.parametrize("many", [2, 6])
+def test_every_point_of_a_curve_has_a_label_that_covers_nothing(many):
+    ax, labels, marks = placed(curves(*([(2 + n / 3, 90), (3 + n / 2, 1000), (7 + n, 2000)] for n in range(many))))
+    assert sorted(text for text, _ in labels) == sorted(["1", "64", "256"] * many)
+    boxes = [box for _, box in labels]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(box.contains(*mark) for box in boxes for mark in marks)
+    assert all(ax.bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
+
+
+def test_points_that_cover_each_other_have_one_label():
+    both = [(2, 90), (3, 1000), (7, 2000)]
+    assert [text for text, _ in placed(curves(both, both))[1]] == ["1", "64", "256"]
 
 
 def test_requests_and_tokens_of_one_point_have_their_distributions():

@@ -40,7 +40,7 @@ class Estimate:
 
     @property
     def judged(self) -> tuple[float, float] | None:
-        """The ends by which anything is shown: where the searched range ends, an interval that went on shows nothing."""
+        """The ends by which anything is shown: an interval that was cut shows nothing of what lies beyond its ends."""
         return self.uncut or (None if self.low is None or self.high is None else (self.low, self.high))
 
     def spans(self, times: float) -> bool:

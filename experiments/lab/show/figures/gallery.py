@@ -16,7 +16,7 @@ from experiments.lab.config.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.judge import pairs
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import at_most
-from experiments.lab.show.figures import bars, blocks, frame, lines, load, stacks, timeline, worth
+from experiments.lab.show.figures import bars, blocks, frame, labels, lines, load, stacks, timeline, worth
 from experiments.lab.store.result import Result, RunInfo, page_name, slug
 
 FIGURES = "figures"  # their folder beside the pages
@@ -42,6 +42,7 @@ class Picture:
         with frame.default_style():
             figure = self.make()
             figure.suptitle(textwrap.fill(self.title, 100), fontsize=12)
+            labels.settle(figure)
             return figure
 
 

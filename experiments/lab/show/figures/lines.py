@@ -18,8 +18,8 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.knees import PASS
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.show import wording
-from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, ON_TOP, line_style, plain
+from experiments.lab.show.figures import frame, labels
+from experiments.lab.show.figures.frame import BOUND, COLOURS, INK, MARKERS, line_style, plain
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
 
@@ -27,7 +27,6 @@ FAR = 3  # a bound this many times above everything measured would only press th
 Repeats = Mapping[Turn, float]
 Estimator = Callable[[Repeats], stats.Estimate]
 WILD = 1000.0  # times its median: no axis shows as much of an interval
-FEW = 3  # curves whose points all have their numbers; of more the first has
 ENOUGH = 3  # values that were drawn apart: of two an interval is wide by chance, so that their range is drawn, thin
 
 
@@ -106,10 +105,8 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         # Several points that all say something of one setting: a curve goes along it.
         if len(names) > 1 and set.intersection(*(set(info.points[point]) for point in names)):
             key, short = _by_setting(result, names)
-            told = short or names if not named or len(info.variants) <= FEW else ()
-            side, (away, up) = ("left", (6, -9)) if named else ("right", (-6, 3))  # that both can be read
-            for name, at_x, at_y in zip(told, x.medians, y.medians, strict=False):
-                ax.annotate(name, (at_x, at_y), (away, up), textcoords="offset points", fontsize=7.5, ha=side, **ON_TOP)
+            for name, *at in zip(short or names, x.medians, y.medians, strict=True):
+                labels.add(ax, name, (at[0], at[1]), style["color"])
             if short and not named:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})")
             named = True
