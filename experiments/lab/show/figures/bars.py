@@ -28,6 +28,8 @@ ALIKE = 1.02  # times the least of many bars: then they show nothing
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
 WHISKERS = {"ecolor": INK, "capsize": 3, "elinewidth": 1.4}
 BAR, DOT, GROUP = 0.22, 0.15, 0.5  # inches: of a bar and of a dot, and of a group at least
+TOGETHER = 3.0  # inches: groups that would take more stand closer,
+MOST, THIN = 4.5, 0.12  # and so do bars that would take more, down to so much
 
 
 class Bar(NamedTuple):
@@ -53,7 +55,10 @@ class Groups:
     @property
     def height(self) -> float:
         """In inches."""
-        return len(self.names) * max(GROUP, (DOT if self.dots else BAR) * len(self.series))
+        groups, series = max(1, len(self.names)), max(1, len(self.series))
+        least = frame.pitch([_wrapped(name) for name in self.names], GROUP, TOGETHER)
+        each = max(THIN, min(DOT if self.dots else BAR, MOST / (groups * series)))
+        return len(self.names) * max(least, each * series)
 
     @property
     def alike(self) -> str:
@@ -114,7 +119,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     count = len(groups.series)
     if not groups.names or not count:
         return False
-    room = (0.65 if groups.dots else 0.8) / count
+    room = 0.8 / count
     every = [x for group in groups.cells for bar in group for x in bar.repeats.values()]
     most = SPARE * max(every, default=0.0)  # that is seen of a bar
     nothing = {group for group, own in enumerate(groups.cells) if not any(bar.repeats for bar in own)}
@@ -148,7 +153,7 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     for group in sorted(nothing):  # said once
         tried = any(bar.tried for bar in groups.cells[group])
         frame.beside(ax, "INVALID" if tried else "not measured", (0, group), 3, xycoords=EDGE)
-    frame.name_rows(ax, [textwrap.fill(name, 26) for name in groups.names])
+    frame.name_rows(ax, [_wrapped(name) for name in groups.names])
     ax.set_ylabel(groups.label if named else "")
     if not named:
         ax.set_yticks([])
@@ -157,6 +162,10 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
     if groups.share:
         frame.percent(ax.xaxis)
     return True
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, 26)
 
 
 def bar_style(index: int) -> dict[str, Any]:

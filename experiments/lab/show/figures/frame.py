@@ -44,6 +44,8 @@ ON_TOP: dict[str, Any] = {  # a text that may cross lines and bars
 EDGE: Any = ("axes fraction", "data")  # coordinates: from the left end of the axes to the right one, and rows
 DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
+FOLD = 6.25  # inches, 900 pixels: what a picture above the fold may take of a screen
+LINE = 0.15  # inches of a name beside an axis
 MADE_FOR = "mini-infer report: "
 LEGEND_ROWS, LEGEND_ROW = 4, 0.19  # that every figure has room for; inches
 LEGEND_CHARACTERS = 110  # a row
@@ -125,8 +127,8 @@ def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
             found.setdefault(label, {}).setdefault(kind, handle)
     if len(found) >= least:
         columns = max(1, LEGEND_CHARACTERS // (max(len(label) for label in found) + 10))
-        more = -(-len(found) // columns) - LEGEND_ROWS
-        figure.set_figheight(figure.get_figheight() + max(0, more) * LEGEND_ROW)  # which the axes would lack
+        height, more = figure.get_figheight(), max(0, -(-len(found) // columns) - LEGEND_ROWS)
+        figure.set_figheight(max(height, min(height + more * LEGEND_ROW, FOLD)))  # which the axes would lack
         handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
         figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
                       frameon=False, handlelength=3.4, handler_map={tuple: HandlerTuple(ndivide=None)})  # fmt: skip
@@ -210,6 +212,13 @@ def ticks(axis: Axis, places: Sequence[float], names: Sequence[str] | None = Non
 def linear(axis: Axis, ticks: int) -> None:
     axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(plain)
+
+
+def pitch(names: Sequence[str], most: float, room: float) -> float:
+    """Inches from row to row: `most`; less where all would take more than `room`, but enough for two lines of a name,
+    or for as many as the longest has."""
+    lines = max((1 + name.count("\n") for name in names), default=1)
+    return max(min(most, room / max(1, len(names))), LINE * max(2, lines))
 
 
 def name_rows(ax: Axes, names: Sequence[str]) -> None:

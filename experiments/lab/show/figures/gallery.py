@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -57,11 +57,13 @@ def of(result: Result) -> Gallery:
     info = result.info
     result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     picture = partial(Picture, info)
-    plots = [picture(plot.name, plot.title, partial(panels, plot, result)) for plot in info.plots
-             if any(_has_values(panel, result) for panel in plot.panels)]  # fmt: skip
     courses = list(_courses(result))
     profiles = [picture("profile", stacks.TITLE, partial(stacks.steps, result))] if info.profiles else []
-    compared = len({profile.variant for profile in info.profiles}) > 1
+    compared = len({profile.variant for profile in info.profiles}) > 1 and len(info.profiles) <= stacks.FIT
+    own = [plot for plot in info.plots if _is_shown(plot, result)]
+    if own and not courses and not compared:
+        own[:1] = [part for part in above_the_fold(own[0], result) if _is_shown(part, result)]
+    plots = [picture(plot.name, plot.title, partial(panels, plot, result)) for plot in own]
     first = [*courses, *(profiles if compared else []), *plots][:1]
     maps = []
     if result.blocks:
@@ -110,21 +112,50 @@ WHOLE = {  # which are the only panel of a figure: what there is to draw, and ho
 ALONE = {PanelKind.matrix: worth.matrix, PanelKind.formula: lines.formula, PanelKind.front: lines.front}
 
 
-def panels(plot: PlotSpec, result: Result) -> Figure:
+Drawn = tuple[PanelSpec, Result, bars.Groups | None]  # a panel, what it shows, and of bars their groups
+
+
+def above_the_fold(plot: PlotSpec, result: Result) -> list[PlotSpec]:
+    """The plot; in two where its rows of panels would reach below the fold: one row, of panels with the same groups as
+    the first one where there are some, and all else."""
+    every = [] if plot.panels[0].kind in WHOLE else _every(plot, result)
+    if len(every) < 2 or _size([groups for *_, groups in every])[-1] <= frame.FOLD:
+        return [plot]
+    names = [groups and groups.names for *_, groups in every]
+    order = sorted(range(len(every)), key=lambda index: names[index] != names[0])
+    ordered = tuple(every[index][0] for index in order)
+    row, more = ordered[:PANELS_A_ROW], ordered[PANELS_A_ROW:]
+    others = [replace(plot, name=f"{plot.name}-more", title=f"{plot.title} (more)", panels=more)] if more else []
+    return [replace(plot, panels=row), *others]
+
+
+def _every(plot: PlotSpec, result: Result) -> list[Drawn]:
+    """Its panels; a run at fewer points has no place for some."""
     every = [(panel, _shown(panel, result)) for panel in plot.panels]
-    if plot.panels[0].kind in WHOLE:
-        return WHOLE[plot.panels[0].kind][1](*every[0])
-    every = [each for each in every if each[1].info.points]  # a run at fewer points has no place for some
-    columns = 2 if len(every) == 4 else min(len(every), PANELS_A_ROW)
-    rows = -(-len(every) // columns)
-    width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
+    every = [each for each in every if each[1].info.points]
     groups = bars.few([bars.of(*each) if each[0].kind is PanelKind.bars else None for each in every])
+    return [(*each, own) for each, own in zip(every, groups, strict=True)]
+
+
+def _size(groups: Sequence[bars.Groups | None]) -> tuple[int, int, float]:
+    """Columns and rows of so many panels, and the height of their figure in inches."""
+    columns = 2 if len(groups) == 4 else min(len(groups), PANELS_A_ROW)
+    rows = -(-len(groups) // columns)
     height = max([1.6 if all(groups) else PANEL_HEIGHT, *(1.1 + each.height for each in groups if each)])
-    figure = frame.new(width, rows * height + 0.6)
+    return columns, rows, rows * height + 0.6
+
+
+def panels(plot: PlotSpec, result: Result) -> Figure:
+    if plot.panels[0].kind in WHOLE:
+        return WHOLE[plot.panels[0].kind][1](plot.panels[0], _shown(plot.panels[0], result))
+    every = _every(plot, result)
+    groups = [own for *_, own in every]
+    columns, rows, height = _size(groups)
+    figure = frame.new(frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH, height)
     figure.set_layout_engine("constrained", wspace=0.06)  # a label at the side of a panel is not its neighbour's
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for index, (ax, (panel, own)) in enumerate(zip(axes, every, strict=False)):
-        here, before = groups[index], groups[index - 1] if index % columns else None
+    for index, (ax, (panel, own, here)) in enumerate(zip(axes, every, strict=False)):
+        before = groups[index - 1] if index % columns else None
         named = here is None or before is None or before.names != here.names
         if why := _panel(ax, panel, own, here, named):
             ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=frame.INK, fontsize=9)
@@ -170,6 +201,10 @@ def _drawn(panel: PanelSpec, result: Result) -> list[str]:
     """Metrics: one, over a setting, or two."""
     over_metric = panel.kind is PanelKind.curve or panel.x in result.info.metrics
     return [panel.metric, *([str(panel.x)] if over_metric else [])]
+
+
+def _is_shown(plot: PlotSpec, result: Result) -> bool:
+    return any(_has_values(panel, result) for panel in plot.panels)
 
 
 def _has_values(panel: PanelSpec, result: Result) -> bool:

@@ -19,6 +19,9 @@ from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, ON_TOP
 from experiments.lab.show.grids import Grid
 from experiments.lab.store.result import Result
 
+PITCH, TOGETHER = 0.55, 3.0  # inches of a bar with what is between it and the next one, and at most of many
+FIT = 10  # bars of steps above the fold
+TICK = 47  # points, for an inch of that
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 MEMORY = ("weights", "adapters", "draft model", "KV", "CUDA graphs")  # begin what an engine says of its sizes
 _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
@@ -39,7 +42,9 @@ def draw(
     names = list(dict.fromkeys(name for pieces in rows.values() for name in pieces))
     own = looks is None
     looks = looks or {name: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, name in enumerate(names)}
-    figure, ax = frame.one(0.9 + 0.55 * len(rows) + 0.25 * -(-len(looks) // 3))
+    called = [textwrap.fill(who, 26) for who in rows]
+    pitch = frame.pitch(called, PITCH, TOGETHER)
+    figure, ax = frame.one(0.9 + pitch * len(rows) + 0.25 * -(-len(looks) // 3))
     longest = max(sum(pieces.values()) for pieces in rows.values())
     labels = {name: name for name in names}
     for name in names if own else ():
@@ -62,10 +67,10 @@ def draw(
         frame.beside(ax, text, (end, row), 4)
     if ticks:
         look = {"color": INK, "markeredgewidth": 2, "linestyle": "none", "zorder": 7}
-        (marks,) = ax.plot([ticks[who] for who in rows], range(len(rows)), "|", markersize=26, **look)
+        (marks,) = ax.plot([ticks[who] for who in rows], range(len(rows)), "|", markersize=TICK * pitch, **look)
         ax.plot([], [], "|", markersize=10, label=PLAIN, **look)
         frame.says(marks, [f"{who}: {wording.number(ticks[who])} {unit}, {PLAIN}" for who in rows])
-    frame.name_rows(ax, [textwrap.fill(who, 26) for who in rows])
+    frame.name_rows(ax, called)
     ax.set_xlim(0, 1.15 * max(longest, *(ticks or {}).values(), 0))
     ax.set_xlabel(axis)
     frame.linear(ax.xaxis, 8)
