@@ -220,6 +220,15 @@ def test_goodput_at_a_stated_rate_is_what_is_kept_of_it():
     assert knees.with_goodput(shares, points, {}) == shares, "where nobody asks for it"
 
 
+def test_goodput_is_never_said_to_be_more_than_was_offered():
+    shares = [Row("new", "fast", 0, "slo_share", share, "", process=n) for n, share in enumerate((0.05, 0.12, 0.004))]
+    rows = [Row("new", "fast", 0, "goodput_rps", 1.0, "requests/s", process=n) for n in range(3)]
+    found = knees.with_goodput([*shares, *rows], {"fast": {"workload.rate_per_s": 100.0}}, {})
+    values = {(row.process, 0): row.value for row in found if row.metric == "goodput_rps"}
+    assert stats.absolute({turn: float(value) for turn, value in values.items()}).high > 100
+    assert stats.absolute(values).high == 100
+
+
 @pytest.mark.parametrize(("shares", "told"), [((0.5, 0.1), [30.0, 6.0]), ((1.0, 0.5), [])])
 def test_passes_too_short_for_a_rate_tell_goodput_where_all_of_them_were_late(shares, told):
     """A queue has formed then; of one that was late among others that were not nobody knows."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.lab.config.spec import IN_TIME, RATE
-from experiments.lab.judge.stats import Kept
+from experiments.lab.judge.stats import Kept, Part
 from experiments.lab.store.rows import Row, Turn
 
 FOUND = "slo_rate_rps"  # the metric that a search gives
@@ -47,7 +47,9 @@ def with_goodput(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], c
         return row.metric == GOODPUT and place(row) in kept and (row.valid or late)
 
     return [
-        replace(row, value=kept[place(row)] * rates[row.point], valid=True, reason="") if told(row) else row
+        replace(row, value=Part(kept[place(row)] * rates[row.point], rates[row.point]), valid=True, reason="")
+        if told(row)
+        else row
         for row in rows
     ]
 

@@ -78,6 +78,17 @@ class Kept(float):
         return self > 0 and math.isfinite(self.missed)
 
 
+class Part(float):
+    """What is left of `whole`, as of a rate that was offered: never more than that."""
+
+    whole: float
+
+    def __new__(cls, part: float, whole: float) -> Part:
+        left = super().__new__(cls, part)
+        left.whole = whole
+        return left
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """The median, with a Student t interval of the mean (Student 1908): of the logarithms where all values are above
     0, as times, rates and ratios are, which vary by factors; else of the values. docs/metrics.md says why."""
@@ -121,7 +132,8 @@ def t_quantile(freedom: int) -> float:
 
 def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     """The median of the processes' medians, with the interval of what varies between them, or between the repeats of
-    one. That of values none of which is below 0 is not either, and that of a share stays below 1, too.
+    one. That of values none of which is below 0 is not either, and that of a share stays below 1, of a part below its
+    whole.
 
     That of knees reaches from rates that were kept to rates that were missed, and is open where a knee lies outside of
     the range. A knee that was found is one of the rates of a grid, so no interval tells more of it than the searched
@@ -139,7 +151,8 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
         found = replace(found, **beyond)
     if found.low is not None and found.high is not None:
         low = max(found.low, 0.0) if min(values.values()) >= 0 else found.low
-        found = replace(found, low=low, high=min(found.high, max(1.0, found.median)) if share else found.high)
+        most = 1.0 if share else min((v.whole for v in values.values() if isinstance(v, Part)), default=math.inf)
+        found = replace(found, low=low, high=min(found.high, max(most, found.median)))
     return replace(found, n=len(values), processes=len(by_process(values)))
 
 
