@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -22,9 +24,27 @@ ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """Ends the program with a message for a person where the input was at fault. Other errors pass."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C or SIGTERM", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        message = explain(error, list(catalog.groups(CONF)))
+        if message is None:
+            raise
+        label = "error: " if not isinstance(error, MiniInferError) or len(sys.argv) > 1 else ""
+        print(f"{label}{message}", file=sys.stderr)
+        sys.exit(2)
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(config: DictConfig) -> None:
-    with sweep.job():
+    # Here, too: of an error that leaves a job Hydra would say "Error executing job" first. An exit it lets pass.
+    with told(), sweep.job():
         chosen = HydraConfig.get().runtime.choices.get("experiment")
         if config.experiment is None or chosen is None:
             raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
@@ -38,7 +58,7 @@ def job(config: DictConfig) -> None:
 def main() -> None:
     # A scheduler's time limit, or `timeout`, is an interrupt as well: what was measured is kept.
     interrupts.listen(signal.SIGTERM)
-    try:
+    with told():
         first = next(iter(sys.argv[1:]), "")
         if first in COMMANDS:
             COMMANDS[first].run(first, sys.argv[2:], ROOT)
@@ -54,16 +74,6 @@ def main() -> None:
         OmegaConf.register_new_resolver("lab.help", lambda: catalog.help_text(CONF), replace=True)
         sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
         job()
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C or SIGTERM", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        message = explain(error, list(catalog.groups(CONF)))
-        if message is None:
-            raise
-        label = "error: " if not isinstance(error, MiniInferError) or len(sys.argv) > 1 else ""
-        print(f"{label}{message}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -762,8 +762,9 @@ def test_without_claims_the_answer_names_the_best_setting():
     same = demo(claims=(), variants={"base": "a", "new": "b"}, metrics={"itl_p99_ms": METRICS["itl_p99_ms"]})
     assert sentence(same).startswith("No difference is shown in P99 ITL, concurrency 8: a ")
     three = sentence(demo(claims=(), variants={"base": "a", "new": "b", "most": "c"}, noise=0.001))
-    assert three.startswith("Best in tokens/s, concurrency 8: c, 1.5")
-    assert [part.split(" [")[0][:4] for part in three.partition("(")[2].split("; ")] == ["b 6,", "c 9,"]
+    ratios, _, each = three.partition(" (")
+    assert re.sub(r" \[.*?\]", "", ratios) == "Best in tokens/s, concurrency 8: c, 2.25x of a, 1.50x of b"
+    assert [part.split(" [")[0][:4] for part in each.split("; ")] == ["a 4,", "b 6,", "c 9,"]
     alone = demo(claims=(), variants={"base": "a"})
     assert sentence(alone).startswith("Tokens/s, concurrency 8: a ")
 
@@ -774,9 +775,42 @@ def test_measure_takes_ones_own_model_and_workload(compose_config, checkpoint):
     assert settled.axes.scale == "random-qwen2"
     assert settled.changed == {"workload": "uniform", "workload.count": "8"}
     assert experiment.spec.search.rates
-    assert list(experiment.variants) == ["default", "small_chunks"]  # n-grams of made-up prompts say nothing
-    texts = Ablation.from_config(settle(compose_config, "measure", "workload=text").config)
-    assert list(texts.variants) == ["default", "small_chunks", "ngram"]
+    assert list(experiment.variants) == ["default", "tokens_512", "at_once_8"]  # n-grams of made-up prompts say nothing
+    typed = ["~experiment.variants.at_once_8", "+experiment.variants.few={scheduler: {max_num_seqs: 2}}"]
+    texts = Ablation.from_config(settle(compose_config, "measure", *typed).config)
+    assert list(texts.variants) == ["default", "tokens_512", "ngram", "few"]
+
+
+SETTINGS = {
+    "workload=text hardware=cpu": ["tokens_512", "at_once_8", "ngram"],
+    "workload=multi_turn hardware=cpu": ["tokens_512", "at_once_8", "no_prefix_cache"],
+    "workload=shared_prefix hardware=cpu": ["tokens_512", "at_once_8", "no_prefix_cache"],
+    "workload=shared_prefix workload.hit_rate=0 hardware=cpu": ["tokens_512", "at_once_8"],
+    "workload=uniform hardware=h200": ["tokens_512", "tokens_2048", "at_once_64", "fp8_kv", "fp8_weights"],
+}
+
+
+@pytest.mark.parametrize(("typed_in", "variants"), SETTINGS.items())
+def test_measure_tries_the_settings_that_this_machine_and_workload_have_a_use_for(compose_config, typed_in, variants):
+    experiment = Ablation.from_config(settle(compose_config, "measure", *typed_in.split()).config)
+    assert list(experiment.variants) == ["default", *variants, *filter(None, [experiment.aa])]
+    assert set(experiment.spec.variants) == set(experiment.variants) - {experiment.aa}
+
+
+def test_what_is_left_out_is_told_with_the_reason(compose_config, monkeypatch):
+    def notes(*typed_in):
+        return Ablation.from_config(settle(compose_config, "measure", "workload=uniform", *typed_in).config).notes
+
+    assert notes("hardware=cpu")[:2] == [
+        "Left out: 2,048 tokens a step, 64 requests at once, keys and values in fp8, weights in fp8: "
+        "a setting for GPUs, and this is a CPU.",
+        "Left out: without prefix cache: no two prompts of workload=uniform begin alike.",
+    ]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, told in {(8, 0): True, (8, 9): False, (9, 0): False}.items():
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda own=capability: own)
+        why = "Left out: keys and values in fp8, weights in fp8: this GPU does not compute in fp8."
+        assert (why in notes("hardware=h200")) is told
 
 
 TRACE = "2023-11-16 18:15:0{}.0000000,100,5"

@@ -236,6 +236,14 @@ MISTAKES_IN_YAML = [
     ({"points": {"workload.concurrency": []}}, r"must be a list of values, got \[\]"),
     ({"points": {"workload.concurrency": ["x"]}}, r"workload.concurrency: Value 'x'"),
     ({"points": {"workload.concurrency": [0]}}, r"workload.concurrency must be at least 1, got 0"),
+    (
+        {"variants": {"transformers": {"kind": "hf"}, "engine": {"needs": ["gpus"]}}},
+        r"experiment.variants.engine.needs must be a list of cpu, gpu, fp8, shared; got \['gpus'\]",
+    ),
+    (
+        {"variants": {"transformers": {"kind": "hf"}, "engine": {"needs": ["gpu"]}}, "baseline": "engine"},
+        r"experiment.baseline=engine cannot be left out: a setting for GPUs, and this is a CPU",
+    ),
     ({"variants": {"transformers": {"kind": "hg"}, "engine": {}}}, r"transformers.kind must be one of engine, hf"),
     (
         {"variants": {"transformers": {"kind": "hf"}, "engine": {"cache": {"blok_size": 3}}}},
@@ -284,6 +292,18 @@ def test_no_variant_has_the_name_of_the_second_arm(compose_config):
     config.experiment.variants["transformers again"] = {"kind": "hf"}
     with pytest.raises(ConfigError, match="transformers again has the name of the baseline's second arm: rename it"):
         build(config)
+
+
+def test_bad_input_is_told_by_our_message_alone(run_py, capsys):
+    assert run_py("experiment=exactness", "engine.model.device=cpu") == 2
+    told = "error: engine.numerics=batch_invariant needs a GPU, and engine.model.device=cpu. Set engine.numerics=fast"
+    assert capsys.readouterr().err.splitlines() == [told]
+
+
+def test_a_crash_is_no_bad_input_and_keeps_its_traceback(run_py, monkeypatch):
+    monkeypatch.setattr("experiments.lab.execute.execute", Mock(side_effect=ZeroDivisionError("a fault of ours")))
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        run_py("experiment=quickstart")
 
 
 @pytest.mark.parametrize("arguments", [[], ["experiment=quikstart"]])

@@ -24,16 +24,16 @@ METRICS = {
 }
 
 
-def searched(*by_knee, **changes):
-    """A result of two variants, each with one true knee a repeat, which every rate below it keeps."""
-    points = {f"search at {rate:g}/s": {"workload.rate_per_s": rate} for rate in RATES} | {"search": {}}
+def searched(*by_knee, variants=made_up.VARIANTS, rates=RATES, **changes):
+    """A result of variants, each with one true knee a repeat, which every rate below it keeps."""
+    points = {f"search at {rate:g}/s": {"workload.rate_per_s": rate} for rate in rates} | {"search": {}}
     rows = []
-    for variant, own in zip(made_up.VARIANTS, by_knee, strict=True):
+    for variant, own in zip(variants, by_knee, strict=True):
         for repeat, knee in enumerate(own):
-            shares = {rate: 0.95 if rate <= knee else 0.5 for rate in RATES}
+            shares = {rate: 0.95 if rate <= knee else 0.5 for rate in rates}
             rows += [Row(variant, f"search at {rate:g}/s", repeat, "slo_share", s, "") for rate, s in shares.items()]
-            kept = [rate for rate in RATES if rate <= knee]
-            reason = "" if 0 < len(kept) < len(RATES) else f"{NOT_SHOWN}the knee lies outside"
+            kept = [rate for rate in rates if rate <= knee]
+            reason = "" if 0 < len(kept) < len(rates) else f"{NOT_SHOWN}the knee lies outside"
             found = 0.0 if reason else kept[-1]
             rows.append(Row(variant, "search", repeat, "slo_rate_rps", found, "requests/s", not reason, reason))
     config = {"experiment": {"search": {"share": 0.9}}, "measure": {"processes": 1}}
@@ -142,6 +142,67 @@ def test_where_the_range_ends_shows_nothing_of_a_bound_there(bound, value):
 def test_the_best_setting_is_the_first_word_where_it_is_shown(base, new, told):
     result = searched(base, new, metrics={name: METRICS[name] for name in ("slo_rate_rps", "slo_share")})
     assert sentence(result).replace(made_up.VARIANTS["new"], "new").startswith(told)
+
+
+MANY = [10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
+SETTINGS = {"base": "as configured", "a": "first", "b": "second", "c": "third"}
+WITHIN = "requests/s within the SLO (first token in 500 ms, each further token in 50 ms)"
+
+
+def among(*by_knee, tokens_per_s=(), in_time=1.0):
+    """Searches of so many settings, which generate so many tokens a second with 8 requests in flight."""
+    variants = dict(list(SETTINGS.items())[: len(by_knee)])
+    found = searched(*by_knee, variants=variants, rates=MANY)
+    rows = list(found.rows)
+    for repeat in range(len(by_knee[0])):
+        for variant, rate in zip(variants, tokens_per_s, strict=False):
+            own = {"output_tokens_per_s": rate * (1 + 0.001 * repeat), "slo_share": in_time}
+            rows += [Row(variant, "concurrency=8", repeat, name, value, "") for name, value in own.items()]
+    metrics = {
+        name: {**METRICS, **made_up.METRICS}[name] for name in ("slo_rate_rps", "output_tokens_per_s", "slo_share")
+    }
+    points = {"concurrency=8": {"workload.concurrency": 8}, **found.info.points}
+    config = {**found.info.config, "experiment": {"search": {"share": 0.9}, "slo": {"ttft_ms": 500, "tpot_ms": 50}}}
+    told = replace(found.info, variants=variants, metrics=metrics, points=points, config=config)
+    return sentence(replace(found, info=told, rows=tuple(rows)))
+
+
+def test_the_answer_names_the_setting_with_the_highest_rate_and_its_ratio_to_what_is_configured():
+    low, middle, high = [15, 15, 15], [75, 75, 75], [300, 300, 300]
+    assert among(low, high) == (
+        f"Best in {WITHIN}: first, 16x [8, 32] of as configured (as configured 10 [10, 20]; first 160 [160, 320])."
+    )
+    three = among(low, high, middle, low)
+    assert three.startswith(
+        f"Best in {WITHIN}: first, 16x [8, 32] of as configured, 4x [2, 8] of second (as configured"
+    )
+    assert among(low, high, [150, 150, 150]).endswith(". Not told apart from it: second.")
+    assert among(high, low, middle).startswith(
+        f"Best in {WITHIN}: as configured, 4x [2, 8] of second (as configured 160"
+    )
+    open_ended = among(low, [999, 999, 999])
+    assert open_ended == f"Best in {WITHIN}: first (as configured 10 [10, 20]; first > 320 [320, ∞])."
+
+
+def test_the_answer_says_that_no_setting_is_told_apart_and_which_are_worse():
+    middle, low = [75, 75, 75], [15, 15, 15]
+    told = among(middle, [75, 75, 150], middle)
+    between = "No difference is shown between as configured and any of 2 other settings in"
+    assert told.startswith(f"{between} {WITHIN}: as configured 40 [40, 80]; ")
+    assert "worse" not in told
+    with_worse = among([150, 150, 150], [150, 150, 150], low)
+    assert with_worse.startswith(f"No difference is shown between as configured and first in {WITHIN}: ")
+    assert with_worse.endswith("; worse: second, 0.125x [0.0625, 0.250] of as configured.")
+
+
+def test_where_rates_do_not_tell_settings_apart_a_closed_loop_that_keeps_the_slo_does():
+    alike = [[75, 75, 75]] * 2
+    first, second = among(*alike, tokens_per_s=(1000, 1100)).split(". ")
+    assert first.startswith(f"No difference is shown in {WITHIN}: ")
+    assert second.startswith("Best in tokens/s, concurrency 8, where the SLO is kept: first, 1.10x [")
+    assert "Best" not in among(*alike, tokens_per_s=(1000, 1000))
+    assert "concurrency 8" not in among(*alike, tokens_per_s=(1000, 1100), in_time=0.5), "nobody wants it there"
+    assert "concurrency 8" not in among([15] * 3, [300] * 3, tokens_per_s=(1000, 900)), "the rates have told already"
 
 
 def test_a_ratio_that_is_claimed_says_why_there_is_none():

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab.config import axes, points, schema
+from experiments.lab.config import axes, needs, points, schema
 from experiments.lab.config.explain import require_known
 from experiments.lab.config.spec import PREDICTED, ClaimSpec, ExperimentSpec, Natural, Positive, settings_of
 from experiments.lab.judge import formulas
@@ -27,7 +27,7 @@ NO_ADDRESS = "via=url needs the server's address: peers.http.url=http://localhos
 
 @dataclass(frozen=True)
 class AblationSpec(ExperimentSpec):
-    # Name -> changes to the engine's config, and optionally `kind` (see kinds.Kind) and `label`.
+    # Name -> changes to the engine's config, and optionally `kind` (see kinds.Kind), `label` and `needs` (needs.Need).
     variants: dict[str, Any] = field(default_factory=dict)
     baseline: str = ""  # the variant that ratios and the gate refer to
     # Dotted config key -> values, or a word -> names with their settings (see points.grid); every variant is measured
@@ -160,6 +160,7 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     where = f"experiment.variants.{name}"
     if not isinstance(changes, Mapping):
         raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
+    needs.named(name, changes)  # to find what is none
     try:
         kind = Kind(changes.get("kind", "engine"))
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError
 
-VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
+VARIANT_KEYS = ("kind", "label", "needs")  # of a variant, beside the engine's sections
 RATE = "workload.rate_per_s"  # what a search varies
 IN_TIME = 0.9  # of the requests, at a rate that is called sustained
 PREDICTED = " predicted"  # behind a variant's name: the same one, simulated

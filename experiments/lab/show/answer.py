@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any
 
 from experiments.lab.config import points
-from experiments.lab.judge import marks, pairs
-from experiments.lab.judge.knees import FOUND
+from experiments.lab.judge import knees, marks, pairs
+from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, grids, wording
@@ -19,6 +19,12 @@ PARTS, MOST = 2, 3  # of a sentence: two that matter; with what was lost, missed
 LONG = 200  # while it has no more letters than these
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
+SLO_WORDS = {  # of a promise's bounds
+    "ttft_ms": "first token",
+    "tpot_ms": "each further token",
+    "itl_ms": "every gap",
+    "e2e_ms": "whole answer",
+}
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
 
@@ -202,28 +208,86 @@ def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
 
 
 def _without_claims(result: Result) -> str:
-    """Of the first metric at the last point that has it: the best variant, if told from the next one, and what both
-    have. A knee outside of the searched range has no ratio, and is told by its interval."""
+    """Of the first metric at the last point that has it: which variant is best. Where the rates that keep the SLO do
+    not tell, the next metric is asked, too, at the last point at which the SLO is kept."""
     info = result.info
     for name, at in product(info.metrics, reversed(info.points)):
-        found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
-        if not found or effects.is_scheduled(name, at, info):
+        if not (found := _estimates(result, name, at)) or effects.is_scheduled(name, at, info):
             continue
-        what = wording.titled(wording.short(name, info), "" if name == FOUND else at)
-        if len(found) == 1:
-            ((only, own),) = found.items()
-            return f"{_capital(what)}: {info.variants[only]} {wording.interval(own)}."
-        first, second, *_ = _ranked(found, name, info)
-        best, other = info.variants[first], info.variants[second]
-        each = "; ".join(f"{info.variants[v]} {wording.interval(found[v])}" for v in found if v in (first, second))
-        ratio = result.ratio((first, at), (second, at), name)
-        if ratio.told if ratio else found[first].apart_from(found[second]):
-            times = f", {wording.interval(ratio, 'x')} of {other}" if ratio else ""
-            return f"Best in {what}: {best}{times} ({each})."
-        once = None in (found[first].low, found[second].low)
-        between = f" between {best} and {other}" if len(found) > 2 else ""
-        return f"No difference {'can be shown by one repeat' if once else 'is shown'}{between} in {what}: {each}."
+        what = wording.titled(wording.short(name, info), at)
+        if name != FOUND:
+            return _best(result, name, at, found, what)[0]
+        text, told = _best(result, name, at, found, f"{wording.short(name, info)}{_promise(info)}")
+        return text if told else " ".join([text, *_where_kept(result)])
     return "There is no answer: no valid measurement."
+
+
+def _estimates(result: Result, name: str, at: str) -> dict[str, Estimate]:
+    """By variant, of all whose tokens are right."""
+    info = result.info
+    every = {v: result.estimate(v, at, name) for v in info.variants if v != info.aa and not info.fails(v, at)}
+    return {variant: own for variant, own in every.items() if own}
+
+
+def _promise(info: RunInfo) -> str:
+    """` (first token in 500 ms, a further one in 50)`"""
+    slo = info.config.get("experiment", {}).get("slo") or {}
+    told = [f"{words} in {wording.number(slo[name])} ms" for name, words in SLO_WORDS.items() if slo.get(name)]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _where_kept(result: Result) -> list[str]:
+    """What settings come to at the last point of the closed loop at which they keep the SLO."""
+    info, least = result.info, knees.share(result.info.config)
+    name = next(name for name in info.metrics if name != FOUND)  # a search has KEPT, too
+    for at in reversed(info.points):
+        in_time = _estimates(result, KEPT, at)
+        kept = [variant for variant, own in in_time.items() if own.median >= least]
+        found = {v: own for v, own in _estimates(result, name, at).items() if v in kept}
+        if len(found) > 1 and info.baseline in found and not effects.is_scheduled(name, at, info):
+            what = f"{wording.titled(wording.short(name, info), at)}, where the SLO is kept"
+            return [_best(result, name, at, found, what)[0]]
+    return []
+
+
+def _best(result: Result, name: str, at: str, found: Mapping[str, Estimate], what: str) -> tuple[str, bool]:
+    """Which variant is better than the baseline, and by how much; or that none is shown to be; and whether one is best.
+    A knee outside of the searched range has no ratio, and is told by its interval."""
+    info, ranked = result.info, _ranked(found, name, result.info)
+    own = {v: f"{info.variants[v]} {wording.interval(found[v])}" for v in found}
+    if len(found) == 1:
+        return f"{_capital(what)}: {own[ranked[0]]}.", True
+    base = info.baseline if info.baseline in found else ranked[1]
+
+    def better(one: str, other: str) -> bool:
+        ratio = result.ratio((one, at), (other, at), name)
+        higher = info.metrics[name].better is Better.higher
+        above = ranked.index(one) < ranked.index(other) and found[one].apart_from(found[other])
+        return ratio.told == (1 if higher else -1) if ratio else above
+
+    def times(one: str, other: str) -> str:
+        ratio = result.ratio((one, at), (other, at), name)
+        return f", {wording.interval(ratio, 'x')} of {info.variants[other]}" if ratio else ""
+
+    worse = [variant for variant in ranked if better(base, variant)]
+    best = next((v for v in ranked if better(v, base)), base if len(worse) == len(found) - 1 else None)
+    if best is not None:
+        others = [variant for variant in ranked if variant != best]
+        behind = [base] if best != base else []  # it is told by how much, and of the next one
+        behind += [variant for variant in others if better(best, variant) and variant != base][:1]
+        each = "; ".join(own[v] for v in found if v in (best, *behind))
+        alike = [info.variants[v] for v in others if not better(best, v)]
+        more = f" Not told apart from it: {', '.join(alike)}." if alike else ""
+        return f"Best in {what}: {info.variants[best]}{''.join(times(best, v) for v in behind)} ({each}).{more}", True
+    rest = [variant for variant in ranked if variant not in (base, *worse)]
+    once = "can be shown by one repeat" if None in (found[base].low, found[rest[0]].low) else "is shown"
+    other = f"any of {len(rest)} other settings" if len(rest) > 1 else info.variants[rest[0]]
+    between = f" between {info.variants[base]} and {other}" if len(found) > 2 else ""
+    each = [
+        *(own[v] for v in found if v in (base, rest[0])),
+        *(f"worse: {info.variants[v]}{times(v, base)}" for v in worse),
+    ]
+    return f"No difference {once}{between} in {what}: {'; '.join(each)}.", False
 
 
 def _of_sweep(result: Result) -> str:

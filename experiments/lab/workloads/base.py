@@ -107,6 +107,11 @@ class Workload(Checked, section="workload"):
         """Whether requests arrive one after another: the first and the last of them meet less load than the others."""
         return False
 
+    @property
+    def shares(self) -> bool:
+        """Whether prompts may begin as others do, so that a prefix cache has something to find."""
+        return False
+
     def require_files(self) -> None:
         """Raises ConfigError where a file that `make` reads is not there."""
 

@@ -168,6 +168,10 @@ class MultiTurn(Arriving, kind="multi_turn"):
     def num_arrivals(self) -> int:
         return self.conversations
 
+    @property
+    def shares(self) -> bool:
+        return self.turns > 1
+
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         longest = self.prompt_tokens + (self.turns - 1) * (self.answer_tokens + self.user_tokens)
         lower = "turns", "prompt_tokens", "user_tokens", "answer_tokens"
@@ -210,6 +214,10 @@ class SharedPrefix(Counted, kind="shared_prefix"):
     # asked for in recorded traces: some all the time, many once in a while.
     skew: FromZero = 0.0
     prime: bool = False
+
+    @property
+    def shares(self) -> bool:
+        return self.hit_rate > 0 and self.prefix_tokens > 0
 
     def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         length = self.prefix_tokens + self.suffix_tokens

@@ -175,6 +175,10 @@ class Trace(Arriving, kind="trace"):
     def num_requests(self) -> int:
         return self.limit
 
+    @property
+    def shares(self) -> bool:
+        return any(record.prefix_ids for record in self._cut(read(self.path)))
+
     def require_files(self) -> None:
         file = read(self.path)
         self._times(file, self._cut(file))
