@@ -155,8 +155,8 @@ def among(*by_knee, tokens_per_s=(), in_time=1.0):
     found = searched(*by_knee, variants=variants, rates=MANY)
     rows = list(found.rows)
     for repeat in range(len(by_knee[0])):
-        for variant, rate in zip(variants, tokens_per_s, strict=False):
-            own = {"output_tokens_per_s": rate * (1 + 0.001 * repeat), "slo_share": in_time}
+        for column, (variant, rate) in enumerate(zip(variants, tokens_per_s, strict=False)):
+            own = {"output_tokens_per_s": rate * (1 + 0.001 * repeat * column), "slo_share": in_time}
             rows += [Row(variant, "concurrency=8", repeat, name, value, "") for name, value in own.items()]
     metrics = {
         name: {**METRICS, **made_up.METRICS}[name] for name in ("slo_rate_rps", "output_tokens_per_s", "slo_share")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from made_up import METRICS, equal, result
 
+from experiments.lab.config import schema
 from experiments.lab.judge import marks
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.gate import ErrorGate
@@ -183,6 +184,14 @@ def test_a_draw_of_a_minute_may_end_a_little_before(rate, last, short):
     given = on_gpu(arrivals="poisson", requests=asked)
     config = {"workload": {"arrivals": "poisson", "rate_per_s": rate}}
     assert bool(marks.short_passes(replace(given, info=replace(given.info, config=config)))) == short
+
+
+@pytest.mark.parametrize("via", ["in_process", "http"])
+def test_long_prompts_arrive_among_streams_of_a_gpu_for_a_minute(compose_config, via):
+    config = compose_config("experiment=chunked_prefill", "scale=7b", f"via={via}", "hardware=h200")
+    load = schema.workload(config)
+    assert load.prompts * load.prompt_every_s > marks.STEADY_S
+    assert load.stream_prompt_tokens + load.stream_output_tokens < 2048, "and streams are no longer for it"
 
 
 def test_an_old_result_says_how_long_its_open_loops_were_by_its_workload():

@@ -219,6 +219,21 @@ def test_mixed_sends_prompts_into_running_streams():
     assert load.in_flight == 7
 
 
+def test_in_a_pass_of_several_rounds_streams_follow_each_other_and_as_many_are_there_until_the_end():
+    load = Mixed(streams=4, prompts=2, stream_prompt_tokens=8, stream_output_tokens=80, stream_rounds=3)
+    streams = [item for item in load.make(DRY, seed=0).measured if item.name == "stream"]
+    assert {item.arrival_s for item in streams} == {None}
+    assert load.in_flight == 4
+    assert load.num_requests == len(streams) + 2
+    places, ends = [0] * 4, []  # in each a stream generates a token a step
+    for item in streams:
+        place = places.index(min(places))
+        places[place] += item.output_tokens
+        ends.append(places[place])
+    assert places == [3 * 80] * 4, "they end together, so that the load does not fade out"
+    assert len(set(ends[:-4])) == len(ends[:-4]), "before that no two end at once, and begin as a burst"
+
+
 def test_conversations_grow_turn_by_turn():
     load = MultiTurn(conversations=2, turns=3, prompt_tokens=40, user_tokens=7, answer_tokens=12, think_s=0.5)
     inputs = load.make(DRY, seed=0)

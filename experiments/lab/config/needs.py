@@ -24,7 +24,8 @@ def named(variant: str, changes: Mapping[str, Any] | None) -> list[Need]:
     asked = (changes or {}).get("needs") or []
     known = ", ".join(need.value for need in Need)
     if not isinstance(asked, (list, tuple)) or not all(str(need) in Need.__members__ for need in asked):
-        raise ConfigError(f"experiment.variants.{variant}.needs must be a list of {known}; got {asked!r}")
+        got = list(asked) if isinstance(asked, tuple) else asked
+        raise ConfigError(f"experiment.variants.{variant}.needs must be a list of {known}; got {got!r}")
     return [Need(need) for need in asked]
 
 

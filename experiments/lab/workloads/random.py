@@ -110,11 +110,16 @@ WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream
 class Mixed(Workload, kind="mixed"):
     """`streams` requests named "stream" arrive at 0; requests named "prompt" arrive every `prompt_every_s`, the first
     one that long after the streams. An open loop without ramps: the streams are there from the start, and are what is
-    looked at. Their outputs should outlast the last prompt."""
+    looked at. Their outputs should outlast the last prompt.
+
+    In a pass of several rounds streams are a closed loop: in each of `streams` places one begins as the last one ends,
+    so that the load stays what it is however long the pass is. They end one by one, since the first stream of a place
+    is the shorter, and its last one the longer, the earlier the place is."""
 
     streams: Count = 8
     stream_prompt_tokens: Count = 64
     stream_output_tokens: Count = 256
+    stream_rounds: Count = 1  # so many times stream_output_tokens are generated in each place
     prompts: Count = 4
     prompt_tokens: Count = 1024
     prompt_output_tokens: Count = 8
@@ -122,7 +127,20 @@ class Mixed(Workload, kind="mixed"):
 
     @property
     def num_requests(self) -> int:
-        return self.streams + self.prompts
+        return len(self._stream_outputs) + self.prompts
+
+    @property
+    def in_flight(self) -> int:
+        return self.num_requests if self.stream_rounds == 1 else self.streams
+
+    @property
+    def _stream_outputs(self) -> list[int]:
+        """Tokens of each stream, in the order in which they begin."""
+        whole, rounds = self.stream_output_tokens, self.stream_rounds
+        if rounds == 1:
+            return [whole] * self.streams
+        first = [max(1, whole * (2 * place + 1) // (2 * self.streams)) for place in range(self.streams)]
+        return [*first, *[whole] * (self.streams * (rounds - 1)), *(max(1, whole - tokens) for tokens in first)]
 
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         classes = ("stream_prompt_tokens", "stream_output_tokens"), ("prompt_tokens", "prompt_output_tokens")
@@ -136,7 +154,8 @@ class Mixed(Workload, kind="mixed"):
         def prompt_at(arrival_s: float | None) -> Item:
             return Item(tokens.draw(self.prompt_tokens), self.prompt_output_tokens, arrival_s, name="prompt")
 
-        measured = [stream(0.0, self.stream_output_tokens) for _ in range(self.streams)]
+        at_once = 0.0 if self.stream_rounds == 1 else None
+        measured = [stream(at_once, tokens) for tokens in self._stream_outputs]
         measured += [prompt_at((index + 1) * self.prompt_every_s) for index in range(self.prompts)]
         warmup = [stream(None, min(self.stream_output_tokens, WARMUP_TOKENS)) for _ in range(self.streams)]
         warmup += [prompt_at(None) for _ in range(min(self.prompts, WARMUP_PROMPTS))]
