@@ -230,7 +230,7 @@ def _estimates(result: Result, name: str, at: str) -> dict[str, Estimate]:
 
 
 def _promise(info: RunInfo) -> str:
-    """` (first token in 500 ms, a further one in 50)`"""
+    """` (first token in 500 ms, each further token in 50 ms)`"""
     slo = info.config.get("experiment", {}).get("slo") or {}
     told = [f"{words} in {wording.number(slo[name])} ms" for name, words in SLO_WORDS.items() if slo.get(name)]
     return f" ({', '.join(told)})" if told else ""
@@ -257,7 +257,7 @@ def _best(result: Result, name: str, at: str, found: Mapping[str, Estimate], wha
     own = {v: f"{info.variants[v]} {wording.interval(found[v])}" for v in found}
     if len(found) == 1:
         return f"{_capital(what)}: {own[ranked[0]]}.", True
-    base = info.baseline if info.baseline in found else ranked[1]
+    base = str(info.baseline) if info.baseline in found else ranked[1]
 
     def better(one: str, other: str) -> bool:
         ratio = result.ratio((one, at), (other, at), name)
@@ -275,10 +275,10 @@ def _best(result: Result, name: str, at: str, found: Mapping[str, Estimate], wha
         others = [variant for variant in ranked if variant != best]
         behind = [base] if best != base else []  # it is told by how much, and of the next one
         behind += [variant for variant in others if better(best, variant) and variant != base][:1]
-        each = "; ".join(own[v] for v in found if v in (best, *behind))
+        both = "; ".join(own[v] for v in found if v in (best, *behind))
         alike = [info.variants[v] for v in others if not better(best, v)]
         more = f" Not told apart from it: {', '.join(alike)}." if alike else ""
-        return f"Best in {what}: {info.variants[best]}{''.join(times(best, v) for v in behind)} ({each}).{more}", True
+        return f"Best in {what}: {info.variants[best]}{''.join(times(best, v) for v in behind)} ({both}).{more}", True
     rest = [variant for variant in ranked if variant not in (base, *worse)]
     once = "can be shown by one repeat" if None in (found[base].low, found[rest[0]].low) else "is shown"
     other = f"any of {len(rest)} other settings" if len(rest) > 1 else info.variants[rest[0]]
