@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab.config import ablation_spec, axes, needs, points, schema
+from experiments.lab.config import ablation_spec, axes, points, schema
 from experiments.lab.config.ablation_spec import AblationSpec
 from experiments.lab.config.points import Point
 from experiments.lab.config.spec import NONE_OF, PREDICTED, RATE, TAKE
@@ -67,10 +67,16 @@ class Ablation(Experiment):
         # What is only simulated asks nothing of this machine.
         self.device = Device.cpu if self._simulated else self.engine.model.device
         self.notes = list[str]()  # on what is left out
-        self.spec, self.baseline = spec, spec.baseline
-        labels = self.with_baseline_again(
-            {name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()}
-        )
+        every = {
+            name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()
+        }
+        lacking = ablation_spec.lacking(config, spec.variants, spec.baseline)
+        for why in dict.fromkeys(lacking.values()):
+            names = [every.pop(name) for name, of in lacking.items() if of == why]
+            self.notes.append(f"Left out: {', '.join(names)}: {why}.")
+        self.spec = spec = spec.without(lacking)
+        self.baseline = spec.baseline
+        labels = self.with_baseline_again(every)
         self._grid = points.grid(spec.points)
         self._tried = list[Point]()  # that a search may visit
         if spec.search.rates:
@@ -79,11 +85,6 @@ class Ablation(Experiment):
         self._again_at = {point.name for point in self._named("again_at") or self._grid}
         self._gate_at = self._named("gate_at") or self._grid
         made = list(self._made(config, labels))
-        lacking = _lacking(spec, made)
-        for why in dict.fromkeys(lacking.values()):
-            names = [labels.pop(name) for name, of in lacking.items() if of == why]
-            self.notes.append(f"Left out: {', '.join(names)}: {why}.")
-        made = [cell for cell in made if cell.variant in labels]
         _require_models(made)
         not_simulated = _not_simulated(made, spec.baseline if self._simulated else None)
         for why in dict.fromkeys(not_simulated.values()):
@@ -95,7 +96,7 @@ class Ablation(Experiment):
         of_nothing = [name for name in labels if name not in sound] if spec.baseline in sound else []
         left_out = ", ".join([labels.pop(name) for name in of_nothing])
         self.notes += [f"Left out: {left_out}. Of these {validity.OF_NOTHING}."] if of_nothing else []
-        self.spec = spec = spec.without({*of_nothing, *not_simulated, *lacking})
+        self.spec = spec = spec.without({*of_nothing, *not_simulated})
         self._cells = {cell.key: cell for cell in made if cell.variant in labels}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
@@ -342,19 +343,6 @@ def _not_simulated(made: Sequence[Cell], baseline: str | None) -> dict[str, str]
             found[cell.variant] = str(why)
     if baseline is not None and found and all(cell.engine_of == baseline or cell.variant in found for cell in made):
         raise ConfigError(next(iter(found.values())))
-    return found
-
-
-def _lacking(spec: AblationSpec, made: Sequence[Cell]) -> dict[str, str]:
-    """Variants that need what is not here, and why they are left out. Raises ConfigError for the baseline."""
-    found = dict[str, str]()
-    for name, changes in spec.variants.items():
-        own = [cell for cell in made if cell.variant == name]
-        device = hardware.resolve(own[0].engine.model.device)
-        if why := needs.lacking(needs.named(name, changes), device, [cell.workload for cell in own]):
-            if name == spec.baseline:
-                raise ConfigError(f"experiment.baseline={name} cannot be left out: {why}")
-            found[name] = why
     return found
 
 

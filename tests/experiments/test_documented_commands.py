@@ -41,7 +41,7 @@ READERS = {
     "experiment=NAME": "experiment=prefix_cache",
     "NAME": "prefix_cache",
     "A": "measure/mine/h200/default",
-    "B": "measure/mine/h200/max_num_seqs=64",
+    "B": "measure/mine/h200/policy=shortest",
     "RUN": "simulator",
     "trial/results": "results",
     "experiment=glob(*)": "experiment=kv_memory",  # test_lab_configs.py composes every one
@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run in (
         "prefix_cache/tiny.in_process/cpu/default",
         "measure/mine/h200/default",
-        "measure/mine/h200/max_num_seqs=64",
+        "measure/mine/h200/policy=shortest",
     ):
         to = place / "results" / run
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from experiments.lab.config.spec import PREDICTED, ClaimSpec, ExperimentSpec, Na
 from experiments.lab.judge import formulas
 from experiments.lab.judge.knees import FOUND, KEPT
 from experiments.lab.judge.metrics import SLO
+from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import SERVED, Kind
 from experiments.lab.measure.rate_search import RateSearch
 from mini_infer.core.config import EngineConfig
@@ -160,7 +161,6 @@ def _kind(config: DictConfig, name: str, changes: Mapping[str, Any]) -> Kind:
     where = f"experiment.variants.{name}"
     if not isinstance(changes, Mapping):
         raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
-    needs.named(name, changes)  # to find what is none
     try:
         kind = Kind(changes.get("kind", "engine"))
     except ValueError:
@@ -182,11 +182,27 @@ def at_points(config: DictConfig) -> Iterator[DictConfig]:
 
 
 def engines(config: DictConfig) -> Iterator[tuple[Kind, EngineConfig]]:
-    """Every variant at every point. Raises ConfigError."""
-    variants = schema.plain(config.experiment).get("variants") or {}
+    """Every variant at every point, but for those that are left out. Raises ConfigError."""
+    spec = schema.plain(config.experiment)
+    variants = spec.get("variants") or {}
+    left_out = lacking(config, variants, spec.get("baseline"))
     for at_point in at_points(config):
         for name, changes in variants.items():
-            yield made(at_point, name, changes or {})
+            if name not in left_out:
+                yield made(at_point, name, changes or {})
+
+
+def lacking(config: DictConfig, variants: Mapping[str, Any], baseline: str | None) -> dict[str, str]:
+    """Variants that need what is not here, and why they are left out. Raises ConfigError for the baseline."""
+    asked = {name: own for name, changes in variants.items() if (own := needs.named(name, changes))}
+    if not asked:
+        return {}
+    device = hardware.resolve(config.engine.model.device)
+    loads = [schema.workload(at_point) for at_point in at_points(config)]
+    found = {name: why for name, own in asked.items() if (why := needs.lacking(own, device, loads))}
+    if baseline in found:
+        raise ConfigError(f"experiment.baseline={baseline} cannot be left out: {found[baseline]}")
+    return found
 
 
 def require_files(config: DictConfig) -> None:
