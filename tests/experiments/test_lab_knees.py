@@ -257,6 +257,10 @@ def test_the_knee_stands_in_the_answer_although_no_claim_names_it():
     about = Claim("slo_share", "new", at, Bound.at_least, 0.9)
     told = sentence(replace(result, info=replace(result.info, claims=(about,))))
     assert told.endswith("; requests/s within the SLO 20 [20, 40].")
+    variants = {"base": {"kind": "vllm_served"}, "new": {}}
+    config = {**result.info.config, "experiment": {**result.info.config["experiment"], "variants": variants}}
+    beside = replace(result, info=replace(result.info, claims=(about,), config=config))
+    assert f"; requests/s within the SLO 20 [20, 40], {made_up.VARIANTS['base']} 20 [20, 40]." in sentence(beside)
 
 
 def test_values_that_are_no_knees_are_estimated_as_ever():

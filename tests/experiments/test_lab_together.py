@@ -13,6 +13,7 @@ import pytest
 from experiments import all_reduce
 from experiments.lab.measure import together
 from experiments.lab.measure.kinds import PeerError, VLLMSettings
+from experiments.lab.measure.witness import Timed
 from experiments.lab.peers.process import PeerProcess, ask_all
 from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Item
@@ -46,8 +47,8 @@ def test_the_baseline_is_measured_twice(monkeypatch: pytest.MonkeyPatch, compose
     """There and back, the second arm 10 % slower."""
     times = iter([10.0, 5.0, 11.0, 11.0, 5.0, 10.0])
 
-    def timed(ranks: list[Any], *asked: Any) -> list[dict[str, float]]:
-        return [{"time_us": next(times), together.ERROR: 0.0} for _ in ranks[:1]]
+    def timed(ranks: list[Any], *asked: Any) -> list[tuple[dict[str, float], list[Timed]]]:
+        return [({"time_us": next(times), together.ERROR: 0.0}, []) for _ in ranks[:1]]
 
     monkeypatch.setattr(together, "PeerProcess", lambda *of, **more: Mock(about={}))
     monkeypatch.setattr(together, "ask_all", timed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -59,11 +59,21 @@ def sentence(result: Result) -> str:
         return f"There is no answer: {first.reason or 'no valid measurement'}."
     parts, knee = told_once(found, info), list[str]()
     if FOUND in info.metrics and not any(effect.metric == FOUND for effect in claimed):
-        knees = (result.estimate(first.cell[0], at, FOUND) for at in info.points)
-        knee = [f"{wording.short(FOUND, info)} {wording.interval(each)}" for each in knees if each][:1]
+        knee = _knees(result, [first.cell[0], *effects.peers(info)])
     if len("; ".join(parts + knee)) > LONG:  # what was lost or missed matters most beside the first, or the knee
         parts = told_once([first, *(lost or ([] if knee else worst or found[1:]))][:PARTS], info)
     return _capital("; ".join(parts + knee) + ".")
+
+
+def _knees(result: Result, variants: Sequence[str]) -> list[str]:
+    """`requests/s within the SLO 89.1 [89.1, 100], vLLM over HTTP 63`: of the first one, beside it of others."""
+    info, (own, *others) = result.info, variants
+    for at in info.points:
+        if knee := result.estimate(own, at, FOUND):
+            beside = ((info.variants[v], result.estimate(v, at, FOUND)) for v in others)
+            theirs = [f"{name} {wording.interval(each)}" for name, each in beside if each]
+            return [", ".join([f"{wording.short(FOUND, info)} {wording.interval(knee)}", *theirs])]
+    return []
 
 
 def at_most(result: Result) -> list[str]:
