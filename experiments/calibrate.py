@@ -121,13 +121,14 @@ class Calibrate(Experiment):
 
     def _witnessed(self, steps: Sequence[StepRow]) -> Timed:
         """What a fit takes a step of each load to have taken, and what passed outside while they were made."""
-        overlap, loads = self._layout(hardware.resolve(self.device)).overlap, list[tuple[float, float]]()
+        overlap, loads, counts = self._layout(hardware.resolve(self.device)).overlap, list[tuple[float, float]](), [1]
         groups = groupby(steps, key=lambda row: (row.variant, row.point))
         for (_, group), took in zip(groups, [*self._outside[FIT], *self._outside[CHECK]], strict=False):
             own = list(group)
             host_s = 0.0 if overlap else sum(row.host_s or 0.0 for row in own)
-            loads.append(((sum(device_seconds(own, overlap)) + host_s) / len(own), took / len(own)))
-        return Timed.of(loads, on_gpu=hardware.resolve(self.device) == "cuda")
+            loads.append((sum(device_seconds(own, overlap)) + host_s, took))
+            counts.append(len(own))
+        return Timed.of(loads, min(counts[1:], default=1), on_gpu=hardware.resolve(self.device) == "cuda")
 
     def told(self, steps: Sequence[StepRow], problem: str = "") -> list[Row]:
         """How far a fit to the steps of one pass is from those of the other. `problem`: why that does not count."""

@@ -1,5 +1,6 @@
 """Axes and what is typed: every key counts, or is refused before anything runs."""
 
+import json
 import re
 import subprocess
 from dataclasses import fields, replace
@@ -795,6 +796,21 @@ def test_measure_tries_the_settings_that_this_machine_and_workload_have_a_use_fo
     experiment = Ablation.from_config(settle(compose_config, "measure", *typed_in.split()).config)
     assert list(experiment.variants) == ["default", *variants, *filter(None, [experiment.aa])]
     assert set(experiment.spec.variants) == set(experiment.variants) - {experiment.aa}
+
+
+@pytest.mark.parametrize(
+    "quantized", [{}, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}]
+)
+def test_weights_that_are_quantized_already_are_not_quantized_again(compose_config, checkpoint, tmp_path, quantized):
+    """By nobody who has asked for it: the setting is one of the experiment's own."""
+    said = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | quantized))
+    typed_in = (f"model={tmp_path}", "engine.model.load_format=dummy", "workload=uniform", "hardware=h200")
+    settled = settle(compose_config, "measure", *typed_in, "engine.model.max_model_len=256")
+    experiment = Ablation.from_config(settled.config)
+    assert ("fp8_weights" in experiment.variants) is not quantized
+    told = "Left out: weights in fp8: these weights are quantized already, or computed with by transformers' code."
+    assert (told in experiment.notes) is bool(quantized)
 
 
 def test_what_is_left_out_is_told_with_the_reason(compose_config, monkeypatch):

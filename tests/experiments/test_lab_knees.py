@@ -103,8 +103,8 @@ def test_claims_are_judged_by_where_the_knee_can_be(planted, bound, value, verdi
 
 def test_no_interval_of_knees_leaves_the_range_that_was_searched():
     """Rates of it that no search has visited are of it, too; above its end it goes on by doublings."""
-    search = {"low_per_s": 9, "high_per_s": 41}
-    for more, ends in (({}, (9, 41)), ({"doublings": 1}, (9, 82)), ({"doublings": 2}, (9, 85.8))):
+    search = {"low_per_s": 9.5, "high_per_s": 40.4, "steps": 5}  # factors of 1.049, of which 15 double a rate and more
+    for more, ends in (({}, (9.5, 40.4)), ({"doublings": 1}, (9.5, 83.3)), ({"doublings": 2}, (9.5, 85.8))):
         config = {"experiment": {"search": {"share": 0.9, **search, **more}}}
         found = searched([15, 25, 35], [15, 25, 35], config=config).estimate("base", "search", "slo_rate_rps")
         assert (found.low, found.high) == pytest.approx(ends, abs=0.1), more
@@ -126,6 +126,7 @@ def test_where_the_range_ends_shows_nothing_of_a_bound_there(bound, value):
     claim = Claim("slo_rate_rps", "base", "search", bound, value)
     (judged,) = searched([15, 25, 35], [15, 25, 35], claims=(claim,)).judgements
     assert (judged.estimate.low, judged.estimate.high, judged.verdict) == (10, 40, Verdict.inconclusive)
+    assert judged.reason == "the interval holds the bound, as searches may scatter from 5.87 to 85.8"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_the_best_setting_is_the_first_word_where_it_is_shown(base, new, told):
 
 MANY = [10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
 SETTINGS = {"base": "as configured", "a": "first", "b": "second", "c": "third"}
-WITHIN = "requests/s within the SLO (first token in 500 ms, each further token in 50 ms)"
+WITHIN = "requests/s within the SLO (90 % of the requests: first token in 500 ms, then one every 50 ms on average)"
 
 
 def among(*by_knee, tokens_per_s=(), in_time=1.0):
@@ -156,7 +157,8 @@ def among(*by_knee, tokens_per_s=(), in_time=1.0):
     rows = list(found.rows)
     for repeat in range(len(by_knee[0])):
         for column, (variant, rate) in enumerate(zip(variants, tokens_per_s, strict=False)):
-            own = {"output_tokens_per_s": rate * (1 + 0.001 * repeat * column), "slo_share": in_time}
+            kept = in_time[column] if isinstance(in_time, tuple) else in_time
+            own = {"output_tokens_per_s": rate * (1 + 0.001 * repeat * column), "slo_share": kept}
             rows += [Row(variant, "concurrency=8", repeat, name, value, "") for name, value in own.items()]
     metrics = {
         name: {**METRICS, **made_up.METRICS}[name] for name in ("slo_rate_rps", "output_tokens_per_s", "slo_share")
@@ -203,6 +205,17 @@ def test_where_rates_do_not_tell_settings_apart_a_closed_loop_that_keeps_the_slo
     assert "Best" not in among(*alike, tokens_per_s=(1000, 1000))
     assert "concurrency 8" not in among(*alike, tokens_per_s=(1000, 1100), in_time=0.5), "nobody wants it there"
     assert "concurrency 8" not in among([15] * 3, [300] * 3, tokens_per_s=(1000, 900)), "the rates have told already"
+    only = among(*alike, tokens_per_s=(1000, 1100), in_time=(0.5, 1.0))
+    assert only.endswith(". The SLO is kept at concurrency 8 by first, and not by as configured.")
+
+
+def test_of_settings_that_have_nothing_none_is_the_best():
+    """Two intervals from 0 to 0 have an end in common, which tells knees apart, and nothing else."""
+    given = searched(
+        [25] * 3, [25] * 3, metrics={"slo_share": made_up.METRICS.get("slo_share") or METRICS["slo_share"]}
+    )
+    rows = [replace(row, value=0.0) if row.metric == "slo_share" else row for row in given.rows]
+    assert sentence(replace(given, rows=tuple(rows))).startswith("No difference is shown")
 
 
 def test_a_ratio_that_is_claimed_says_why_there_is_none():

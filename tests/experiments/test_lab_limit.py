@@ -74,17 +74,20 @@ def test_a_window_bounds_what_a_token_reads():
     assert long == longer
 
 
-def test_the_least_time_of_a_pass_is_below_that_of_its_steps():
-    """Of passes that were measured, whose steps are known as well."""
-    found = store.read(CONF.parent / "results/continuous_batching/tiny.in_process/cpu/default.json")
+@pytest.mark.parametrize(
+    "run", sorted((CONF.parent / "results").glob("*/*/*/default.steps.csv")), ids=lambda p: p.parts[-4]
+)
+def test_the_least_time_of_a_pass_is_below_that_of_its_steps(run):
+    """Of passes that were measured, whose steps are known as well: with prefix hits, preemption, chunks, mixtures."""
+    found = store.read(run.with_name("default.json"))
     known, _ = limit._ceilings(found.info)
     for cell in dict.fromkeys((step.variant, step.point) for step in found.steps):
-        costs, devices = limit._engine(found.info, *cell)
-        requests, took = next(limit._passes(found, *cell))
-        steps = next(r for r in found.rows if (r.variant, r.point, r.metric) == (*cell, "floor_ms"))
-        least = pass_floor.least(requests, costs, known.of(devices)).seconds
-        assert 0.5 < least / (len(found.steps_of(*cell)) * steps.value / 1e3) < 1
-        assert least < took
+        engine, passes = limit._engine(found.info, *cell), list(limit._passes(found, *cell))
+        steps = [r for r in found.rows if (r.variant, r.point, r.metric, r.valid) == (*cell, "floor_ms", True)]
+        if known and engine and passes and steps:
+            least = pass_floor.least(passes[0][0], engine[0], known.of(engine[1])).seconds
+            assert 0 < least < len(found.steps_of(*cell)) * steps[0].value / 1e3
+            assert least < passes[0][1]
 
 
 # The line
@@ -129,7 +132,6 @@ def test_settings_of_the_variant_and_its_devices_count():
         {"requests": [row(), row(end=None)]},  # not served
         {"requests": [row(valid=False)]},
         {"requests": []},
-        {"requests": [row(end=1e-6)]},  # faster than the limit, which then is none
         {"via": "url"},  # of a server that may have any settings
         {"variants": {"base": {}, "new": {"kind": "vllm_served"}}},  # a peer's
         {"known": None, "hardware": "simulated-h200"},
@@ -137,6 +139,17 @@ def test_settings_of_the_variant_and_its_devices_count():
 )
 def test_no_limit_is_made_up(changes):
     assert limit.lines(served_result(**changes)) == []
+
+
+def test_a_pass_that_was_faster_than_the_hardware_can_be_is_told():
+    (line,) = limit.lines(served_result(requests=[row(end=1e-6)]))
+    assert line.startswith("**Limit**: a pass took 1.00e-06 s, and the hardware needs 0.0")
+    assert "times or ceilings are wrong" in line
+
+
+@pytest.mark.parametrize("at", [{"workload.arrivals": "poisson", "workload.rate_per_s": 2.0}, {"rate_per_s": 2.0}])
+def test_a_pass_that_lasts_as_long_as_requests_arrive_is_held_against_nothing(at):
+    assert limit.lines(served_result(points={"concurrency=8": at})) == []
 
 
 def test_what_the_experiment_says_stands_where_nothing_is_computed(tmp_path):

@@ -199,7 +199,8 @@ def lacking(config: DictConfig, variants: Mapping[str, Any], baseline: str | Non
         return {}
     device = hardware.resolve(config.engine.model.device)
     loads = [schema.workload(at_point) for at_point in at_points(config)]
-    found = {name: why for name, own in asked.items() if (why := needs.lacking(own, device, loads))}
+    model = lambda: EngineConfig.from_dict(schema.plain(config.engine)).model  # noqa: E731
+    found = {name: why for name, own in asked.items() if (why := needs.lacking(own, device, loads, model))}
     if baseline in found:
         raise ConfigError(f"experiment.baseline={baseline} cannot be left out: {found[baseline]}")
     return found

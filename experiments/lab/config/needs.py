@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from mini_infer.core.config import ModelConfig, Quantization
 from mini_infer.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ class Need(str, Enum):
     gpu = "gpu"
     fp8 = "fp8"  # a GPU that computes in it
     shared = "shared"  # prompts that begin alike
+    unquantized = "unquantized"  # weights that are ours to quantize
 
 
 def named(variant: str, changes: Mapping[str, Any] | None) -> list[Need]:
@@ -29,9 +31,9 @@ def named(variant: str, changes: Mapping[str, Any] | None) -> list[Need]:
     return [Need(need) for need in asked]
 
 
-def lacking(asked: Iterable[Need], device: str, loads: Iterable[Workload]) -> str:
+def lacking(asked: Iterable[Need], device: str, loads: Iterable[Workload], model: Callable[[], ModelConfig]) -> str:
     """Why it is left out; empty where all is there. `device` is what a model is computed on, cpu or cuda; `loads` is
-    the workload at each point."""
+    the workload at each point. Raises ModelError where a model that is asked for cannot be read."""
     every = list(loads)
     for need in asked:
         if need is Need.cpu and device == "cuda":
@@ -43,7 +45,22 @@ def lacking(asked: Iterable[Need], device: str, loads: Iterable[Workload]) -> st
         if need is Need.shared and not any(load.shares for load in every):
             kinds = dict.fromkeys(load.kind for load in every)
             return f"no two prompts of workload={', '.join(kinds)} begin alike"
+        if need is Need.unquantized and not _can_be_quantized(model()):
+            return "these weights are quantized already, or computed with by transformers' code"
     return ""
+
+
+def _can_be_quantized(model: ModelConfig) -> bool:
+    """Of a model that is not here nobody knows: it is taken to be."""
+    from mini_infer.modeling.loader import load_spec
+    from mini_infer.modeling.model_files import local_folder
+
+    if model.quantization is not Quantization.none:
+        return False
+    if model.hf_config is None and local_folder(model.path) is None:
+        return True
+    spec = load_spec(model)
+    return spec.quantization is None and not spec.through_transformers
 
 
 def _computes_fp8() -> bool:

@@ -160,4 +160,5 @@ def judge(
         return Judgement(claim, Verdict.refuted, found)
     if least <= low and high <= most:
         return Judgement(claim, Verdict.supported, found)
-    return inconclusive(found, f"the interval holds {'a' if claim.upper else 'the'} bound")
+    reaches = f", as searches may scatter from {low:.3g} to {high:.3g}" if found.uncut else ""
+    return inconclusive(found, f"the interval holds {'a' if claim.upper else 'the'} bound{reaches}")

@@ -60,9 +60,10 @@ def bracketed(rows: Sequence[Row], points: Mapping[str, Mapping[str, Any]], conf
     if not any(row.metric == FOUND and row.point in points for row in rows):
         return list(rows)
     least, asked = share(config), config.get("experiment", {}).get("search") or {}
-    # A run keeps the points that its searches have visited; where their range ends stands in its config alone.
-    times = {"low_per_s": 1, "high_per_s": 2 ** asked.get("doublings", 0)}
-    ends = [asked[key] * factor for key, factor in times.items() if asked.get(key)]
+    # A run keeps the points that its searches have visited; which rates there were to find is in its config alone.
+    from experiments.lab.measure.rate_search import RateSearch
+
+    ends = RateSearch(**asked).rates
     passes = defaultdict[tuple[str, Turn], list[Row]](list)
     for row in rows:
         if row.metric == KEPT and row.valid and PASS in row.point and row.point in points:

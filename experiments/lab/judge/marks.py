@@ -7,15 +7,15 @@ from collections import defaultdict
 from itertools import product
 
 from experiments.lab.config.axes import NO_SCALE
-from experiments.lab.config.spec import RATE
 from experiments.lab.judge import stats
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
-from experiments.lab.store.result import OF_PROCESSES, Result
+from experiments.lab.store.result import OF_PROCESSES, Result, RunInfo
 from experiments.lab.store.rows import Turn
-from experiments.lab.workloads.base import ONE_BY_ONE, Arrivals
+from experiments.lab.workloads.base import ONE_BY_ONE
 
 STEADY_S = 60  # in which an open loop's requests arrive on a GPU
+DRAWN = 0.02  # of it: so much sooner the last of some thousand arrivals that are drawn may come
 NEAR = 0.005  # 1, of a ratio that three digits round to it
 SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
 OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s")  # units of what should repeat
@@ -65,36 +65,36 @@ def severalfold(result: Result) -> dict[str, str]:
     return {info.variants[v]: worst[v][1] for v in sorted(worst, key=worst.__getitem__, reverse=True)}
 
 
+def open_loops(info: RunInfo) -> set[str]:
+    """The points at which requests arrive one by one at times of their own, so that a pass lasts as long as they do."""
+    how = info.config.get("workload", {}).get("arrivals")
+    return {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
+
+
 def short_passes(result: Result) -> str:
     """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
-    info, passes = result.info, defaultdict[tuple[str, str, int, int], list[float]](list)
-    last = info.workload.get("last_arrival_s")
-    spans = list(filter(None, last if isinstance(last, list) else [last]))
-    # Where arrivals are no setting, requests with times, as those of `mixed`, come at times of their own.
-    how = info.config.get("workload", {}).get("arrivals", Arrivals.trace if spans else None)
-    loops = {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
-    if not info.on_gpu or not loops:
+    info, loops, passes = (
+        result.info,
+        open_loops(result.info),
+        defaultdict[tuple[str, str, int, int], list[float]](list),
+    )
+    if not info.on_gpu:
         return ""
-    rates = {p: info.points[p].get(RATE, info.config.get("workload", {}).get("rate_per_s")) for p in loops}
     for r in result.requests:
         if r.point in loops and r.valid is not False:
             passes[r.variant, r.point, r.process, r.repeat].append(r.arrival_s)
-    if result.requests:  # else a result that is older than their table
-        spans = [_span_s(times, rates[point]) for (_, point, *_), times in passes.items()]
-    short = sorted(span for span in spans if span < STEADY_S)
+    spans = [max(times) - min(times) for times in passes.values()]
+    # Of results that are older than that table, and where arrivals are no setting, as those of prompts in `mixed`.
+    if not passes and (loops or "arrivals" not in info.config.get("workload", {})):
+        last = info.workload.get("last_arrival_s")
+        spans = list(filter(None, last if isinstance(last, list) else [last]))
+    short = sorted(span for span in spans if span < (1 - DRAWN) * STEADY_S)
     if not short:
         return ""
     few = any(len(times) < STEADY for times in passes.values())
     ramps = f"; of fewer than {STEADY} requests no ramps are left out" if few else ""
     ends = dict.fromkeys(map(wording.number, (short[0], short[-1])))
     return f"open-loop passes of {' to '.join(ends)} s ({STEADY_S} are asked for on a GPU{ramps})"
-
-
-def _span_s(times: list[float], rate: float | None) -> float:
-    """Seconds in which requests with these times of arrival come. At a stated rate, as many as so many take on average,
-    where three standard deviations of a Poisson process explain that this draw's last one came before."""
-    span = max(times) - min(times)
-    return span if rate is None else max(span, min(len(times) / rate, span * (1 + 3 / math.sqrt(len(times)))))
 
 
 def of(result: Result) -> list[str]:

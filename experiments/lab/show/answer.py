@@ -20,10 +20,10 @@ LONG = 200  # while it has no more letters than these
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
 ON = ("with", "on")
 SLO_WORDS = {  # of a promise's bounds
-    "ttft_ms": "first token",
-    "tpot_ms": "each further token",
-    "itl_ms": "every gap",
-    "e2e_ms": "whole answer",
+    "ttft_ms": "first token in {} ms",
+    "tpot_ms": "then one every {} ms on average",
+    "itl_ms": "no gap above {} ms",
+    "e2e_ms": "whole answer in {} ms",
 }
 LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
@@ -115,7 +115,7 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
         return f"{short} {told}" + (f" ({about})" if about else "")
     if effect.told == 0:
         gain = effect.gain
-        loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
+        loss = 1 - gain.judged[0] if gain is not None and gain.judged is not None else 1.0
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         about = "; ".join([wording.interval(ratio, "x"), *doubts])
@@ -240,24 +240,30 @@ def _estimates(result: Result, name: str, at: str) -> dict[str, Estimate]:
 
 
 def _promise(info: RunInfo) -> str:
-    """` (first token in 500 ms, each further token in 50 ms)`"""
+    """` (90 % of the requests: first token in 500 ms, then one every 50 ms on average)`"""
     slo = info.config.get("experiment", {}).get("slo") or {}
-    told = [f"{words} in {wording.number(slo[name])} ms" for name, words in SLO_WORDS.items() if slo.get(name)]
-    return f" ({', '.join(told)})" if told else ""
+    told = [words.format(wording.number(slo[name])) for name, words in SLO_WORDS.items() if slo.get(name)]
+    return f" ({wording.share(knees.share(info.config))} of the requests: {', '.join(told)})" if told else ""
 
 
 def _where_kept(result: Result) -> list[str]:
-    """What settings come to at the last point of the closed loop at which they keep the SLO."""
-    info, least = result.info, knees.share(result.info.config)
+    """What settings come to at the last point of the closed loop at which the baseline keeps the SLO, and which ones
+    keep it where that one does not."""
+    info, least, alone = result.info, knees.share(result.info.config), list[str]()
     name = next(name for name in info.metrics if name != FOUND)  # a search has KEPT, too
     for at in reversed(info.points):
         in_time = _estimates(result, KEPT, at)
         kept = [variant for variant, own in in_time.items() if own.median >= least]
         found = {v: own for v, own in _estimates(result, name, at).items() if v in kept}
-        if len(found) > 1 and info.baseline in found and not effects.is_scheduled(name, at, info):
+        if not found or effects.is_scheduled(name, at, info):
+            continue
+        if info.baseline not in found:
+            names = ", ".join(info.variants[variant] for variant in found)
+            alone.append(f"The SLO is kept{wording.at(at)} by {names}, and not by {info.variants[str(info.baseline)]}.")
+        elif len(found) > 1:
             what = f"{wording.titled(wording.short(name, info), at)}, where the SLO is kept"
-            return [_best(result, name, at, found, what)[0]]
-    return []
+            return [*alone[:1], _best(result, name, at, found, what)[0]]
+    return alone[:1]
 
 
 def _best(result: Result, name: str, at: str, found: Mapping[str, Estimate], what: str) -> tuple[str, bool]:
@@ -272,8 +278,9 @@ def _best(result: Result, name: str, at: str, found: Mapping[str, Estimate], wha
     def better(one: str, other: str) -> bool:
         ratio = result.ratio((one, at), (other, at), name)
         higher = info.metrics[name].better is Better.higher
-        above = ranked.index(one) < ranked.index(other) and found[one].apart_from(found[other])
-        return ratio.told == (1 if higher else -1) if ratio else above
+        if ratio:
+            return ratio.told == (1 if higher else -1)
+        return name == FOUND and ranked.index(one) < ranked.index(other) and found[one].apart_from(found[other])
 
     def times(one: str, other: str) -> str:
         ratio = result.ratio((one, at), (other, at), name)

@@ -59,7 +59,8 @@ class Effect:
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
         both = () if 0 in found.both else tuple(1 / value for value in reversed(found.both))
-        return replace(found, median=1 / found.median, low=_over(1, found.high), high=_over(1, found.low), both=both)
+        turned = replace(found, median=1 / found.median, low=_over(1, found.high), high=_over(1, found.low), both=both)
+        return replace(turned, uncut=found.uncut and (1 / found.uncut[1], 1 / found.uncut[0]))
 
     @property
     def ticks(self) -> tuple[float | None, float | None]:

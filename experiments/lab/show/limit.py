@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.lab.config import ablation_spec, axes, schema
-from experiments.lab.judge import pass_floor
+from experiments.lab.judge import marks, pass_floor
 from experiments.lab.judge.roofline import StepCosts
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings
@@ -64,7 +64,8 @@ def _of_requests(result: Result) -> str:
     if known is None and set(OF_CEILINGS) & set(result.info.metrics):
         return unknown
     peers = effects.peers(result.info)
-    for cell in (cell for cell in _cells(result) if cell[0] not in peers):
+    scheduled = marks.open_loops(result.info)  # where a pass lasts as long as requests arrive, whatever the hardware
+    for cell in (cell for cell in _cells(result) if cell[0] not in peers and cell[1] not in scheduled):
         passes = list(_passes(result, *cell))
         engine = _engine(result.info, *cell) if passes else None
         if engine is None:
@@ -75,7 +76,8 @@ def _of_requests(result: Result) -> str:
         floors = [(pass_floor.least(requests, costs, known.of(devices)), took) for requests, took in passes]
         shortest, took = (median(each) for each in zip(*((least.seconds, s) for least, s in floors), strict=True))
         if shortest > took:
-            continue  # a limit that was passed is none
+            impossible = f"a pass took {wording.number(took)} s, and the hardware needs {wording.number(shortest)}"
+            return f"{impossible}: times or ceilings are wrong ({_where(cell, result.info)})"
         memory = sum(least.memory_s for least, _ in floors) > sum(least.compute_s for least, _ in floors)
         what = "to read weights and KV" if memory else "for the matrix products"
         needs = f"the hardware needs at least {wording.number(shortest)} of the {wording.number(took)} s of a pass"
