@@ -238,7 +238,7 @@ MISTAKES_IN_YAML = [
     ({"points": {"workload.concurrency": [0]}}, r"workload.concurrency must be at least 1, got 0"),
     (
         {"variants": {"transformers": {"kind": "hf"}, "engine": {"needs": ["gpus"]}}},
-        r"experiment.variants.engine.needs must be a list of cpu, gpu, fp8, shared; got \['gpus'\]",
+        r"experiment.variants.engine.needs must be a list of cpu, gpu, fp8, shared, unquantized; got \['gpus'\]",
     ),
     (
         {"variants": {"transformers": {"kind": "hf"}, "engine": {"needs": ["gpu"]}}, "baseline": "engine"},

@@ -55,8 +55,8 @@ def told(result, variant="base"):
         ([99, 99, 99], "> 40 [40, ∞]"),
         ([25, 5, 35], "20 [0, 40]"),
         ([5, 5, 35], "< 10 [0, 40]"),
-        ([15, 25, 35], "20 [10, 40]"),
-        ([15, 25], "10 and 20"),  # two searches, both told: of two values an interval is wide by chance
+        ([15, 25, 35], "10, 20 and 20"),
+        ([15, 25], "10 and 20"),  # all told: of two or three values an interval is wide by chance
         ([15, 99], "> 25 [10, ∞]"),  # nobody knows both
         ([5, 5, 5], "< 10 [0, 10]"),
         ([99], "> 40"),

@@ -165,18 +165,19 @@ def test_a_ratio_is_taken_as_the_values_beside_it_are():
     assert stats.ratio(new, base).median == stats.absolute(new).median / stats.absolute(base).median == 3.0
 
 
-def test_two_values_are_known_where_an_interval_rests_on_them():
+def test_few_values_are_known_where_an_interval_rests_on_them():
     ones = by_turn([1.0, 1.0])
-    assert stats.ratio(by_turn([9.0, 2.0]), ones).both == (2.0, 9.0)
-    means = stats.ratio(by_turn([2.0, 2.0], [9.0, 9.0]), by_turn([1.0, 1.0], [1.0, 1.0])).both  # they differ
+    assert stats.ratio(by_turn([9.0, 2.0]), ones).few == (2.0, 9.0)
+    means = stats.ratio(by_turn([2.0, 2.0], [9.0, 9.0]), by_turn([1.0, 1.0], [1.0, 1.0])).few  # they differ
     assert means == pytest.approx((2.0, 9.0))
-    assert stats.absolute(by_turn([2.0, 3.0], [9.0, 9.0])).both == (2.5, 9.0)
-    assert stats.ratio(by_turn([9.0, 2.0, 3.0]), by_turn([1.0] * 3)).both == ()
+    assert stats.absolute(by_turn([2.0, 3.0], [9.0, 9.0])).few == (2.5, 9.0)
+    assert stats.ratio(by_turn([9.0, 2.0, 3.0]), by_turn([1.0] * 3)).few == (2.0, 3.0, 9.0)
+    assert stats.ratio(by_turn([9.0, 2.0, 3.0, 4.0]), by_turn([1.0] * 4)).few == (), "of more the interval tells enough"
     knees, alike = by_turn([stats.Kept(2.0, 4.0), stats.Kept(40.0, 80.0)]), by_turn([stats.Kept(2.0, 4.0)] * 2)
-    assert stats.absolute(knees).both == (2.0, 40.0), "of knees the rates that were kept"
-    assert stats.ratio(knees, alike).both == (1.0, 20.0)
+    assert stats.absolute(knees).few == (2.0, 40.0), "of knees the rates that were kept"
+    assert stats.ratio(knees, alike).few == (1.0, 20.0)
     outside = by_turn([stats.Kept(2.0, 4.0), stats.Kept(40.0, math.inf)])
-    assert stats.absolute(outside).both == (), "of which one is not known"
+    assert stats.absolute(outside).few == (), "of which one is not known"
 
 
 def test_a_ratio_takes_the_pairs_that_there_are():

@@ -22,6 +22,7 @@ Z = NormalDist().inv_cdf(0.975)  # both sides together leave out 5 %
 SAMPLES_BEYOND = 10  # a percentile is shown where at least this many samples lie beyond it: P99 takes 1,000
 MEDIAN_SAMPLES = 10  # a median of requests or gaps takes this many
 DIFFER_Z = NormalDist().inv_cdf(0.75)  # see `processes_differ`
+FEW = 3  # values, which can be told one by one
 OFTEN = 0.8  # of runs: what so many show can be relied on
 
 
@@ -35,7 +36,7 @@ class Estimate:
     n: int  # values, of all processes
     processes: int = 1  # that the values come from
     beyond: str = ""  # "> " or "< " of a knee that lies outside of the searched range, of which `median` is the end
-    both: tuple[float, ...] = ()  # the values that it rests on, where they are two: an interval is wide then
+    few: tuple[float, ...] = ()  # the values that it rests on, where they are two or three: an interval is wide then
     uncut: tuple[float, float] | None = None  # of knees: the interval beyond the rates that were searched
 
     @property
@@ -100,7 +101,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     y, back = _additive(values)
     middle, half = float(y.mean()), t_quantile(n - 1) * float(y.std(ddof=1)) / math.sqrt(n)
     found = _around(centre, back(middle - half), back(middle + half), n)
-    return replace(found, both=tuple(sorted(values))) if n == 2 else found
+    return replace(found, few=tuple(sorted(values))) if n <= FEW else found
 
 
 def _additive(values: Sequence[float]) -> tuple[np.ndarray, Callable[[float], float]]:
@@ -145,7 +146,7 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
         if found.low is not None:
             high = estimate(missed).high if math.isfinite(max(missed)) else math.inf
             low = found.low if min(independent(values)) > 0 else 0.0
-            found = _cut(replace(found, low=low, high=high, both=found.both if in_range(values) else ()), values, {})
+            found = _cut(replace(found, low=low, high=high, few=found.few if in_range(values) else ()), values, {})
         end = float(median(missed))
         beyond = {"median": end, "beyond": "< "} if found.median == 0 else {"beyond": "> " if math.isinf(end) else ""}
         found = replace(found, **beyond)
@@ -161,7 +162,7 @@ def factors(values: Mapping[Turn, float]) -> Estimate:
     all of them together; where they differ between processes, of what varies between processes."""
     centre, found = float(median(independent(values))), estimate(_judged_by(values))
     if found.low is not None and found.high is not None:
-        found = replace(_around(centre, found.low, found.high, len(values)), both=found.both)
+        found = replace(_around(centre, found.low, found.high, len(values)), few=found.few)
     return replace(found, median=centre, n=len(values), processes=len(by_process(values)))
 
 

@@ -36,7 +36,7 @@ def sentence(result: Result) -> str:
     if told := info.answer or pairs.sentence(result):
         return told
     if most := at_most(result):
-        return f"At most: {', '.join(most)}."
+        return f"The best at the largest sizes: {', '.join(most)}."
     if told := grids.misses_in_words(result):
         return told
     claimed = effects.of_claims(result)
@@ -71,7 +71,8 @@ def _knees(result: Result, variants: Sequence[str]) -> list[str]:
     for at in info.points:
         if knee := result.estimate(own, at, FOUND):
             beside = ((info.variants[v], result.estimate(v, at, FOUND)) for v in others)
-            theirs = [f"{name} {wording.interval(each)}" for name, each in beside if each]
+            told = [(name, wording.interval(each), " (one search)" * (each.n == 1)) for name, each in beside if each]
+            theirs = [f"{name} {ends}{once}" for name, ends, once in told]
             return [", ".join([f"{wording.short(FOUND, info)} {wording.interval(knee)}", *theirs])]
     return []
 
@@ -119,7 +120,7 @@ def in_words(effect: effects.Effect, info: RunInfo) -> str:
         if effect.guards and loss <= LARGE:
             return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         about = "; ".join([wording.interval(ratio, "x"), *doubts])
-        return f"no difference shown{wording.by_two(ratio)} in {short} ({about})"
+        return f"no difference shown{wording.by_few(ratio)} in {short} ({about})"
     if effect.better is Better.higher and not share:
         short, told, doubts = f"{times} {short}", f"({'; '.join([told, *doubts])})", []
     elif unsure:
@@ -210,7 +211,9 @@ def _one_by_one(claimed: list[effects.Effect], info: RunInfo) -> str:
             found = {effect.cell[0]: effect.own for effect in own if effect.own}
             found |= {effect.reference[0]: effect.base for effect in own if effect.reference and effect.base}
             ranked = _ranked(found, metric, info)
-            each = "; ".join(f"{info.variants[v]} {wording.middle(found[v], metric, info)}" for v in ranked)
+            missed = {effect.cell[0]: f" ({effect.missed}: missed)" for effect in own if effect.missed}
+            values = {v: wording.middle(found[v], metric, info) for v in ranked}
+            each = "; ".join(f"{info.variants[v]} {value}{missed.get(v, '')}" for v, value in values.items())
             told.append(_capital(f"{wording.titled(wording.short(metric, info), at)}: {each}."))
         elif not told:
             break

@@ -58,8 +58,8 @@ class Effect:
             found = replace(found, uncut=own.uncut and (own.uncut[0] / unit, own.uncut[1] / unit))
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
-        both = () if 0 in found.both else tuple(1 / value for value in reversed(found.both))
-        turned = replace(found, median=1 / found.median, low=_over(1, found.high), high=_over(1, found.low), both=both)
+        few = () if 0 in found.few else tuple(1 / value for value in reversed(found.few))
+        turned = replace(found, median=1 / found.median, low=_over(1, found.high), high=_over(1, found.low), few=few)
         return replace(turned, uncut=found.uncut and (1 / found.uncut[1], 1 / found.uncut[0]))
 
     @property

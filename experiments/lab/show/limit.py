@@ -34,7 +34,10 @@ def lines(result: Result) -> list[str]:
 
 
 def _cells(result: Result) -> list[effects.Cell]:
-    return [effect.cell for effect in effects.of_claims(result)] or result.info.cells
+    """Those of the claims; without any all, from the last point on, which has most in flight."""
+    claimed, info = [effect.cell for effect in effects.of_claims(result)], result.info
+    asked = [point for point in reversed(info.points) if point not in marks.open_loops(info)]
+    return claimed or [cell for point in asked for cell in info.cells if cell[1] == point]
 
 
 def _of_steps(result: Result) -> str:
@@ -47,7 +50,7 @@ def _of_steps(result: Result) -> str:
         where = _where(cell, info)
         if floor and step:
             needs = f"the hardware needs at least {wording.number(floor)} of the {wording.number(step)} ms of a step"
-            return f"{needs} ({wording.share(min(1.0, floor / step))}; {where})"
+            return f"{needs}, prompts included ({wording.share(min(1.0, floor / step))}; {where})"
         if any(used):
             most, what = max(zip(used, ("memory bandwidth", "computing power"), strict=True), key=itemgetter(0))
             return f"{wording.share(min(1.0, most))} of the {what} is used ({where})"
@@ -61,6 +64,7 @@ def _of_requests(result: Result) -> str:
     """By what the requests of a pass were, where nobody has looked at steps; or why that is not known."""
     known, why = _ceilings(result.info)
     unknown = f"not known: {why}" if why else ""
+    since = "" if result.info.ceilings else ", by ceilings that were measured since"
     if known is None and set(OF_CEILINGS) & set(result.info.metrics):
         return unknown
     peers = effects.peers(result.info)
@@ -81,7 +85,7 @@ def _of_requests(result: Result) -> str:
         memory = sum(least.memory_s for least, _ in floors) > sum(least.compute_s for least, _ in floors)
         what = "to read weights and KV" if memory else "for the matrix products"
         needs = f"the hardware needs at least {wording.number(shortest)} of the {wording.number(took)} s of a pass"
-        return f"{needs}, {what} ({wording.share(shortest / took)}; {_where(cell, result.info)})"
+        return f"{needs}, {what} ({wording.share(shortest / took)}; {_where(cell, result.info)}{since})"
     return ""
 
 

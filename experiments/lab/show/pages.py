@@ -158,7 +158,7 @@ def _beside_others(result: Result) -> list[str]:
                 gain, who = wording.interval(pair.gain, "x"), _named(info, peer)
                 text = f"{gain} as good as {who} ({theirs}{'; no interval' if pair.gain.low is None else ''})"
                 if pair.gain.low is not None and not pair.told:
-                    text = f"not told apart{wording.by_two(pair.gain)} from {who} ({theirs}; {gain} as good)"
+                    text = f"not told apart{wording.by_few(pair.gain)} from {who} ({theirs}; {gain} as good)"
                 compared.setdefault(f"{answer.called(own, info)} {ours}", []).append((pair.gain.median, text))
         if compared:  # the best peer first
             every = ([own, *(text for _, text in sorted(theirs))] for own, theirs in compared.items())

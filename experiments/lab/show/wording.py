@@ -156,24 +156,26 @@ def number(value: float) -> str:
 
 def interval(estimate: Estimate, suffix: str = "") -> str:
     """`1.52x [1.48, 1.60]`; `> 40 [40, ∞]` of a knee above the rates that were searched. Repeats of one process that
-    are all the same, as a simulator's are, have no interval; two values whose interval is wide stand for themselves."""
-    middle = "" if by_two(estimate) else f"{estimate.beyond}{number(estimate.median)}{suffix} "
+    are all the same, as a simulator's are, have no interval; two or three values whose interval is wide stand for
+    themselves."""
+    middle = "" if by_few(estimate) else f"{estimate.beyond}{number(estimate.median)}{suffix} "
     return f"{middle}{ends(estimate, suffix)}".rstrip()
 
 
 def ends(estimate: Estimate, suffix: str = "") -> str:
-    """`[1.48, 1.60]`; `46.8 and 372` of two values whose interval is wide by chance; nothing without an interval."""
-    if by_two(estimate):
-        return " and ".join(f"{number(value)}{suffix}" for value in estimate.both)
+    """`[1.48, 1.60]`; `46.8 and 372` of two values, or three, whose interval is wide by chance; else nothing."""
+    if by_few(estimate):
+        *others, last = (f"{number(value)}{suffix}" for value in estimate.few)
+        return f"{', '.join(others)} and {last}"
     alike = estimate.processes == 1 and estimate.low == estimate.high
     if estimate.low is None or estimate.high is None or alike:
         return ""
     return f"[{number(estimate.low)}, {number(estimate.high)}]"
 
 
-def by_two(estimate: Estimate) -> str:
-    """What a verdict says of its ground, where two values stand for their interval."""
-    return " by two values" if estimate.both and estimate.spans(WIDE) else ""
+def by_few(estimate: Estimate) -> str:
+    """What a verdict says of its ground, where two or three values stand for their interval."""
+    return f" by {'two' if len(estimate.few) == 2 else 'three'} values" if estimate.few and estimate.spans(WIDE) else ""
 
 
 def share(value: float) -> str:
@@ -269,7 +271,7 @@ def of_claim(judged: Judgement, info: RunInfo) -> Line:
     elif claim.bound.is_ratio:
         text += f" that at {claim.reference_point}"
     text += "" if claim.aim is None else f" (aim {number(claim.aim)}{times})"
-    judged_by = found and replace(found, both=())  # the interval, however wide
+    judged_by = found and replace(found, few=())  # the interval, however wide
     measured = interval(judged_by, times) + ("" if times else unit) if judged_by else NOTHING
     return Line(text, judged.verdict.value, measured, claim.source, judged.reason)
 
