@@ -353,12 +353,13 @@ def test_a_peer_stands_beside_the_variant_that_is_set_like_it():
         ([374.0, 46.0], 2, "46x and 374x"),
         ([1.0, 1.05], 1, "1.02x [0.752, 1.40]"),  # not twice its lower end
         ([0.0, 1.0], 1, "0x and 1x"),
-        ([46.0, 374.0, 110.0], 1, "110x [9.05, 1,691]"),
+        ([46.0, 374.0, 110.0], 1, "46x, 110x and 374x"),
+        ([46.0, 374.0, 110.0, 120.0], 3, "115x [31.3, 481]"),  # of more the interval says what they do
         ([5.0, 5.0], 2, "5x [5, 5]"),
         ([5.0], 1, "5x"),
     ],
 )
-def test_two_values_stand_for_an_interval_that_says_less(values, processes, told):
+def test_two_or_three_values_stand_for_an_interval_that_says_less(values, processes, told):
     turns = [(0, n) if processes == 1 else (n, 0) for n in range(len(values))]
     assert wording.interval(stats.absolute(dict(zip(turns, values, strict=True))), "x") == told
 

@@ -146,8 +146,9 @@ def draw(ax: Axes, groups: Groups, named: bool) -> bool:
             frame.says(mark, [lines.tip(name, series, repeats, groups.estimate)])
             ax.plot([*repeats.values()], [place] * len(repeats), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
             end = min(float(np.nanmax([*repeats.values(), middle + errors[1][0]])), most)
-            # As tables have it: two values instead of a median that says too little of them.
-            told = wording.interval(groups.estimate(repeats)).partition(" [")[0]
+            # As tables have it: two values instead of a median that says too little of them. Of three it is one.
+            found = groups.estimate(repeats)
+            told = wording.interval(replace(found, few=found.few if len(found.few) == 2 else ())).partition(" [")[0]
             text = wording.share(middle) if groups.share else told
             frame.beside(ax, text, (end, place), 4, fontsize=7 if groups.dots else 8)
     for group in sorted(nothing):  # said once
