@@ -77,11 +77,13 @@ class Rank:
 class Heard:
     """Calls and seconds between two moments at which ranks wait for each other. Before the first of them is what is
     compiled and captured; between others a burst. Where one call goes `ahead` of it, a burst is heard from when that
-    one was launched, which takes the host longer than a short call takes the device."""
+    one was launched, which takes the host longer than a short call takes the device. Else calls have ended as they
+    return, and a burst with the last of them: to wait for a rank that is late is no part of it."""
 
     def __init__(self, call: Callable[[], object], exchange: Exchange, ahead: int) -> None:
         self.ahead, self._call, self._exchange = ahead, call, exchange
         self._calls, self._seconds, self._began = [0], list[float](), wall_s()
+        self._returned = self._began
 
     @property
     def burst(self) -> int:
@@ -95,12 +97,13 @@ class Heard:
     def call(self) -> object:
         made = self._call()
         self._calls[-1] += 1
+        self._returned = wall_s()
         if self._calls[-1] == self.ahead:
-            self._began = wall_s()
+            self._began = self._returned
         return made
 
     def exchange(self, told: Sequence[int]) -> list[list[int]]:
-        self._seconds.append(wall_s() - self._began)
+        self._seconds.append((wall_s() if self.ahead else self._returned) - self._began)
         self._calls.append(0)
         found = self._exchange(told)
         self._began = wall_s()
