@@ -116,19 +116,20 @@ class Calibrate(Experiment):
                 [(name, partial(self._pass, engine, own, name, rows[name], steps)) for name, own in loads.items()]
             )
         timed = [*rows[FIT], *rows[CHECK]]
-        told = self.told(timed, self._witnessed(timed).problem)
+        told = self.told(timed, self._problem(timed))
         return Findings(told, status=status, error=error, steps=timed, gates=gates, error_gates=errors)
 
-    def _witnessed(self, steps: Sequence[StepRow]) -> Timed:
-        """What a fit takes a step of each load to have taken, and what passed outside while they were made."""
-        overlap, loads, counts = self._layout(hardware.resolve(self.device)).overlap, list[tuple[float, float]](), [1]
+    def _problem(self, steps: Sequence[StepRow]) -> str:
+        """Why what a fit takes the loads to have taken does not count, beside what passed outside meanwhile."""
+        overlap = self._layout(hardware.resolve(self.device)).overlap
+        loads, counts = list[tuple[float, float]](), list[int]()
         groups = groupby(steps, key=lambda row: (row.variant, row.point))
         for (_, group), took in zip(groups, [*self._outside[FIT], *self._outside[CHECK]], strict=False):
             own = list(group)
             host_s = 0.0 if overlap else sum(row.host_s or 0.0 for row in own)
             loads.append((sum(device_seconds(own, overlap)) + host_s, took))
             counts.append(len(own))
-        return Timed.of(loads, min(counts[1:], default=1), on_gpu=hardware.resolve(self.device) == "cuda")
+        return Timed.of(loads, min(counts), on_gpu=hardware.resolve(self.device) == "cuda").problem if loads else ""
 
     def told(self, steps: Sequence[StepRow], problem: str = "") -> list[Row]:
         """How far a fit to the steps of one pass is from those of the other. `problem`: why that does not count."""

@@ -8,6 +8,7 @@ from itertools import product
 
 from experiments.lab.config.axes import NO_SCALE
 from experiments.lab.judge import stats
+from experiments.lab.judge.knees import offered
 from experiments.lab.measure.traces import STEADY
 from experiments.lab.show import wording
 from experiments.lab.store.result import OF_PROCESSES, Result, RunInfo
@@ -68,16 +69,13 @@ def severalfold(result: Result) -> dict[str, str]:
 def open_loops(info: RunInfo) -> set[str]:
     """The points at which requests arrive one by one at times of their own, so that a pass lasts as long as they do."""
     how = info.config.get("workload", {}).get("arrivals")
-    return {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or "rate_per_s" in at}
+    return {p for p, at in info.points.items() if at.get("workload.arrivals", how) in ONE_BY_ONE or offered(at)}
 
 
 def short_passes(result: Result) -> str:
     """Of passes on a GPU whose requests arrive one after another: over how little time they do."""
-    info, loops, passes = (
-        result.info,
-        open_loops(result.info),
-        defaultdict[tuple[str, str, int, int], list[float]](list),
-    )
+    info, loops = result.info, open_loops(result.info)
+    passes = defaultdict[tuple[str, str, int, int], list[float]](list)
     if not info.on_gpu:
         return ""
     for r in result.requests:

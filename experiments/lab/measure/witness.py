@@ -32,12 +32,11 @@ class Timed(NamedTuple):
         calls: int = 1,
         *,
         on_gpu: bool = False,
-        beside: int = 0,
         typical: Callable[[Sequence[float]], float] = stats.median,
     ) -> Timed:
         """Of bursts of so many calls, which took so many seconds as told by who times, and by the host's clock."""
         us, outside_us = (1e6 * typical(own) / calls for own in zip(*bursts, strict=True))
-        return cls(us, outside_us, calls, on_gpu, beside)
+        return cls(us, outside_us, calls, on_gpu)
 
     @property
     def problem(self) -> str:

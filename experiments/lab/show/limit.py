@@ -36,7 +36,8 @@ def lines(result: Result) -> list[str]:
 def _cells(result: Result) -> list[effects.Cell]:
     """Those of the claims; without any all, from the last point on, which has most in flight."""
     claimed, info = [effect.cell for effect in effects.of_claims(result)], result.info
-    asked = [point for point in reversed(info.points) if point not in marks.open_loops(info)]
+    scheduled = marks.open_loops(info)
+    asked = [point for point in reversed(info.points) if point not in scheduled]
     return claimed or [cell for point in asked for cell in info.cells if cell[1] == point]
 
 
